@@ -1,0 +1,1 @@
+"""Stallscope: datasets (see docs/design.md)."""

@@ -1,0 +1,1 @@
+"""Stallscope: gpu (see docs/design.md)."""

@@ -1,0 +1,1 @@
+"""Caffe layers, one file per family."""

@@ -1,0 +1,1 @@
+"""Stallscope: pipeline (see docs/design.md)."""

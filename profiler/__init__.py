@@ -1,0 +1,1 @@
+"""Stallscope: profiler (see docs/design.md)."""

@@ -1,0 +1,87 @@
+"""What all command-line tools share: exit codes, and errors shown without a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any, NoReturn
+
+from profiler.errors import StallscopeError
+
+EXIT_OK = 0
+EXIT_NOT_FINE = 1
+EXIT_USAGE = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose usage errors read like every other error of the project."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message}\n  try:      {self.prog} --help", file=sys.stderr)
+        raise SystemExit(EXIT_USAGE)
+
+
+def run(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> NoReturn:
+    """Call ``main(argv)`` and leave the process with its exit code.
+
+    A :class:`StallscopeError` becomes one readable message on stderr and exit code 2; ``STALLSCOPE_TRACEBACK=1``
+    shows the traceback as well. A closed pipe (``| head``) is no error.
+    """
+    try:
+        code = main(argv) or EXIT_OK
+        sys.stdout.flush()
+    except StallscopeError as error:
+        if os.environ.get("STALLSCOPE_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        code = EXIT_USAGE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        # stdout is gone: point it at nothing so that the interpreter's own flush at exit stays quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_OK
+    raise SystemExit(code)
+
+
+def dumps(document: Any) -> str:
+    """JSON text with no NaN or Infinity in it: such values become null."""
+    return json.dumps(finite(document), indent=2, allow_nan=False, default=_plain)
+
+
+def finite(value: Any) -> Any:
+    """The same document with every non-finite float replaced by None."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return finite(value.item())
+    if hasattr(value, "tolist"):
+        return finite(value.tolist())
+    return str(value)
+
+
+def warn_if_shadowed() -> None:
+    """Say so when Hugging Face's package ``datasets`` is installed beside ours: one of the two hides the other."""
+    try:
+        metadata.distribution("datasets")
+    except metadata.PackageNotFoundError:
+        return
+    print(
+        "warning: the distribution 'datasets' (Hugging Face) is installed in this environment and has the same "
+        "import name as a package of Stallscope; use an environment of its own",
+        file=sys.stderr,
+    )
