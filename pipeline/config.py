@@ -1,0 +1,300 @@
+"""The configuration of a job: one frozen model, every key of it with its allowed range.
+
+:func:`pipeline.settings.load` makes a :class:`Config` from a YAML file and flags; :func:`validate` makes one from a
+plain mapping. Keys that belong to later versions are accepted at the value that works now and refused by name otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic.fields import FieldInfo
+
+from profiler.errors import UsageError
+
+Phase = Literal["TRAIN", "TEST"]
+LARGEST_SEED = 2**63 - 1
+
+
+class _Model(BaseModel):
+    # strict: `workers: true` or `batch: "64"` is a mistake to be shown, not a number to be guessed.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
+
+
+def _integer(default: Any, low: int, high: int, what: str = "") -> Any:
+    text = f"an integer from {low} to {high}" + (f": {what}" if what else "")
+    return Field(default, ge=low, le=high, description=text)
+
+
+def _number(default: Any, low: float, high: float, what: str = "") -> Any:
+    text = f"a number from {low:g} to {high:g}" + (f": {what}" if what else "")
+    return Field(default, ge=low, le=high, allow_inf_nan=False, description=text)
+
+
+def _text(default: Any, what: str) -> Any:
+    return Field(default, min_length=1, description=what)
+
+
+def _choice(default: Any, what: str) -> Any:
+    return Field(default, description=what)
+
+
+class TransformConfig(_Model):
+    """What happens to a sample between the database and the blob, in this order: python, crop, mirror, mean, scale."""
+
+    crop: int = _integer(0, 0, 65_535, "side of the square crop in pixels, 0 for none")
+    mirror: bool = _choice(False, "true or false: mirror at random in TRAIN")
+    mean_value: tuple[float, ...] = Field(
+        (), strict=False, description="a list of numbers, one for all channels or one per channel"
+    )
+    mean_file: str | None = _text(None, "path of a binaryproto with the mean image")
+    scale: float = Field(1.0, allow_inf_nan=False, description="a finite number: factor applied after the mean")
+    force_color: bool = _choice(False, "true or false: decode to three channels (BGR)")
+    force_gray: bool = _choice(False, "true or false: decode to one channel")
+    decode: Literal["full", "region"] = _choice("full", "full or region")
+    python: str | None = Field(
+        None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="module:function, f(image, label, rng)"
+    )
+
+
+class SourceConfig(_Model):
+    """One data set: where it lies and how many records make a batch."""
+
+    source: str | None = _text(None, "path of an LMDB or LevelDB folder, or memory:...")
+    batch: int | None = _integer(None, 1, 1_000_000, "records in the global batch")
+    backend: Literal["lmdb", "leveldb", "memory"] | None = _choice(None, "lmdb, leveldb or memory; left out: sniffed")
+    db: str | None = _text(None, "name of a sub-database of an LMDB")
+    labels: str | None = _text(None, "path of a second source that holds the labels")
+    tail: Literal["wrap", "partial", "drop"] = _choice("wrap", "wrap, partial or drop")
+    transform: TransformConfig | None = Field(None, description="a mapping: replaces data.transform for this phase")
+
+
+class OrderConfig(_Model):
+    seed: int | None = _integer(None, 0, LARGEST_SEED, "seed of order and transforms; left out: run.seed")
+    shuffle: Literal["none", "block", "full"] = _choice("full", "none, block or full")
+    emit: Literal["strict", "arrival"] = _choice("strict", "strict or arrival")
+
+
+class DataConfig(_Model):
+    train: SourceConfig = Field(SourceConfig(), description="a mapping: the training set")
+    test: SourceConfig = Field(SourceConfig(), description="a mapping: the test set")
+    order: OrderConfig = Field(OrderConfig(), description="a mapping: seed, shuffle, emit")
+    transform: TransformConfig = Field(TransformConfig(), description="a mapping: crop, mirror, ...")
+    on_bad_record: Literal["stop", "skip", "zero"] = _choice("stop", "stop, skip or zero")
+
+
+class FeedConfig(_Model):
+    engine: Literal["ray", "inline"] = _choice("ray", "ray or inline")
+    workers: int | Literal["auto"] = Field("auto", ge=1, le=256, description="auto or an integer from 1 to 256")
+    depth: int = _integer(8, 1, 1024, "batches in the ring")
+    topology: Literal["fused", "split"] = _choice("fused", "fused or split")
+    max_restarts: int = _integer(3, 0, 1000, "how many lost workers are replaced")
+    stall_timeout_s: float = _number(60.0, 0.1, 86_400, "seconds without any progress before the job gives up")
+
+
+class DeviceConfig(_Model):
+    backend: Literal["auto", "numpy", "cupy", "emulated"] = _choice("auto", "auto, numpy, cupy or emulated")
+    step_ms: float = _number(20.0, 0, 3_600_000, "emulated: nominal milliseconds of a step")
+    h2d_gbps: float = _number(12.0, 0.001, 100_000, "emulated: copy bandwidth in GB/s")
+    h2d_delay_ms: float = _number(0.0, 0, 60_000, "emulated: delay of a copy in milliseconds")
+    deterministic: bool = _choice(True, "true or false")
+    precision: Literal["fp32", "fp16"] = _choice("fp32", "fp32 or fp16")
+    blas_threads: int = _integer(1, 1, 1024, "BLAS threads of the trainer")
+
+
+class RunConfig(_Model):
+    folder: str = _text("runs/default", "folder of the run")
+    iterations: int | None = _integer(None, 1, 2**31 - 1, "number of updates; left out: the solver's max_iter")
+    seed: int = _integer(0, 0, LARGEST_SEED, "seed of everything that has none of its own")
+    checkpoint_every: int = _integer(0, 0, 2**31 - 1, "updates between snapshots, 0 for one at the end only")
+    if_exists: Literal["refuse", "replace", "resume"] = _choice("refuse", "refuse, replace or resume")
+    log_level: Literal["debug", "info", "warning", "error"] = _choice("info", "debug, info, warning or error")
+
+
+class ProfileConfig(_Model):
+    detail: Literal["off", "steps", "full"] = _choice("full", "off, steps or full")
+    fingerprints: Literal["off", "step", "layer"] = _choice("step", "off, step or layer")
+    samplers_hz: float = _number(10.0, 0, 1000, "samples of host and device a second, 0 for none")
+
+
+class Config(_Model):
+    """A whole job. Frozen; :attr:`notes` says which values came from where when two files disagreed."""
+
+    net: str | None = _text(None, "path of the net's prototxt")
+    solver: str | None = _text(None, "path of the solver's prototxt")
+    data: DataConfig = Field(DataConfig(), description="a mapping: train, test, order, transform")
+    feed: FeedConfig = Field(FeedConfig(), description="a mapping: engine, workers, depth, ...")
+    device: DeviceConfig = Field(DeviceConfig(), description="a mapping: backend, step_ms, ...")
+    trainers: int = _integer(1, 1, 4096, "trainer processes")
+    shards: int = _integer(1, 1, 4096, "virtual shards of the global batch")
+    run: RunConfig = Field(RunConfig(), description="a mapping: folder, iterations, seed, ...")
+    profile: ProfileConfig = Field(ProfileConfig(), description="a mapping: detail, fingerprints, ...")
+    chaos: tuple[Any, ...] = Field((), strict=False, description="a list of injected faults")
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    def model_post_init(self, _context: Any) -> None:
+        _refuse_later_values(self)
+        for name, transform in (
+            ("data.transform", self.data.transform),
+            ("data.train.transform", self.data.train.transform),
+            ("data.test.transform", self.data.test.transform),
+        ):
+            _check_transform(name, transform)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence for every value that two files gave differently, in the order they were met."""
+        return self._notes
+
+    def with_notes(self, *notes: str) -> Config:
+        """The same configuration with more notes."""
+        copy = self.model_copy()
+        copy._notes = (*self._notes, *notes)
+        return copy
+
+    def source(self, phase: Phase) -> SourceConfig:
+        """The data set of a phase."""
+        return self.data.train if phase == "TRAIN" else self.data.test
+
+    def transform(self, phase: Phase) -> TransformConfig:
+        """The transform of a phase. One that TEST inherits from ``data.transform`` does not mirror."""
+        own = self.source(phase).transform
+        if own is not None:
+            return own
+        shared = self.data.transform
+        return shared if phase == "TRAIN" else shared.model_copy(update={"mirror": False})
+
+    @property
+    def order_seed(self) -> int:
+        """The seed of order and transforms."""
+        return self.run.seed if self.data.order.seed is None else self.data.order.seed
+
+    @property
+    def only_feeds(self) -> bool:
+        """True when there is no net: the job feeds an emulated device and learns nothing."""
+        return self.net is None
+
+
+# key -> the values that work in this version
+_NOW: dict[str, tuple[Any, ...]] = {
+    "trainers": (1,),
+    "shards": (1,),
+    "data.order.emit": ("strict",),
+    "data.on_bad_record": ("stop",),
+    "data.train.labels": (None,),
+    "data.test.labels": (None,),
+    "data.transform.decode": ("full",),
+    "data.train.transform.decode": ("full",),
+    "data.test.transform.decode": ("full",),
+    "feed.topology": ("fused",),
+    "device.precision": ("fp32",),
+    "profile.fingerprints": ("off", "step"),
+    "chaos": ((),),
+}
+
+
+def _refuse_later_values(config: Config) -> None:
+    for key, allowed in _NOW.items():
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part, None)
+        if value is None and key.endswith("decode"):
+            continue
+        if value not in allowed:
+            shown = " or ".join("left out" if item is None else "[]" if item == () else str(item) for item in allowed)
+            found = list(value) if isinstance(value, tuple) else value
+            raise UsageError(
+                f"not supported in this version: {key}: {found}", expected=shown, hint=f"leave {key} out or set it so"
+            )
+
+
+def _check_transform(name: str, transform: TransformConfig | None) -> None:
+    if transform is None:
+        return
+    for one, other in (("force_color", "force_gray"), ("mean_value", "mean_file")):
+        if getattr(transform, one) and getattr(transform, other):
+            raise UsageError(
+                f"{name}: {one} and {other} exclude each other", expected="one of the two", hint=f"remove {name}.{one}"
+            )
+
+
+def validate(document: Mapping[str, Any], where: str = "the configuration") -> Config:
+    """A :class:`Config` from a plain mapping.
+
+    Raises :class:`UsageError` that names the first wrong key, what is allowed there and, for an unknown key, the
+    nearest one that exists.
+    """
+    try:
+        return Config.model_validate(dict(document))
+    except ValidationError as error:
+        raise _readable(error, where) from None
+
+
+def _readable(error: ValidationError, where: str) -> UsageError:
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    # A union reports its branches as extra parts of the location; only names of fields are keys.
+    path: list[str] = []
+    model: type[_Model] | None = Config
+    field: FieldInfo | None = None
+    for part in first["loc"]:
+        if model is None:
+            if isinstance(part, int):
+                path[-1] += f"[{part}]"
+            continue
+        path.append(str(part))
+        field = model.model_fields.get(str(part))
+        model = _model_of(field) if field else None
+    key = ".".join(path)
+    others = {problem["loc"][: len(path)] for problem in problems} - {first["loc"][: len(path)]}
+    more = f" ({len(others)} more problem{'s' if len(others) > 1 else ''})" if others else ""
+    if first["type"] == "extra_forbidden":
+        parent = [*path[:-1]]
+        return unknown_key(key, allowed_at(parent), where, more)
+    expected = field.description if field is not None and field.description else first["msg"]
+    return UsageError(f"{where}: {key} has a value that is not allowed{more}", expected=expected, found=first["input"])
+
+
+def allowed_at(path: list[str]) -> list[str]:
+    """Names of the keys under a path of keys."""
+    model: type[_Model] | None = Config
+    for part in path:
+        model = _model_of(model.model_fields[part]) if model else None
+    return list(model.model_fields) if model else []
+
+
+def unknown_key(key: str, siblings: list[str], where: str, more: str = "") -> UsageError:
+    """The error for a key that does not exist: with the nearest existing one and those allowed beside it."""
+    prefix, _, last = key.rpartition(".")
+    by_last_word: dict[str, str] = {}
+    for name, _description in keys():
+        by_last_word.setdefault(name.rpartition(".")[2], name)
+    near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)
+    guess = f"{prefix}.{near[0]}" if near and prefix else near[0] if near else None
+    if last in by_last_word or guess is None:  # right word, wrong place
+        guess = next((by_last_word[word] for word in difflib.get_close_matches(last, by_last_word, n=1)), guess)
+    return UsageError(
+        f"{where}: unknown key {key}{more}",
+        expected="one of " + ", ".join(siblings) if siblings else None,
+        hint=f"did you mean {guess}?" if guess else None,
+    )
+
+
+def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every leaf key with its description, dotted: ``("feed.workers", "auto or an integer ...")``."""
+    for name, field in model.model_fields.items():
+        inner = _model_of(field)
+        if inner is not None:
+            yield from keys(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field.description or ""
+
+
+def _model_of(field: FieldInfo) -> type[_Model] | None:
+    annotation = field.annotation
+    options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    return next((item for item in options if isinstance(item, type) and issubclass(item, _Model)), None)
