@@ -1,7 +1,8 @@
 """The configuration of a job: one frozen model, every key of it with its allowed range.
 
 :func:`pipeline.settings.load` makes a :class:`Config` from a YAML file and flags; :func:`validate` makes one from a
-plain mapping. Keys that belong to later versions are accepted at the value that works now and refused by name otherwise.
+plain mapping. Keys that belong to later versions are accepted at the value that works now and refused by name
+otherwise.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ class TransformConfig(_Model):
     crop: int = _integer(0, 0, 65_535, "side of the square crop in pixels, 0 for none")
     mirror: bool = _choice(False, "true or false: mirror at random in TRAIN")
     mean_value: tuple[float, ...] = Field(
-        (), strict=False, description="a list of numbers, one for all channels or one per channel"
+        default=(), strict=False, description="a list of numbers, one for all channels or one per channel"
     )
     mean_file: str | None = _text(None, "path of a binaryproto with the mean image")
-    scale: float = Field(1.0, allow_inf_nan=False, description="a finite number: factor applied after the mean")
+    scale: float = Field(default=1.0, allow_inf_nan=False, description="a finite number: factor applied after the mean")
     force_color: bool = _choice(False, "true or false: decode to three channels (BGR)")
     force_gray: bool = _choice(False, "true or false: decode to one channel")
     decode: Literal["full", "region"] = _choice("full", "full or region")
     python: str | None = Field(
-        None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="module:function, f(image, label, rng)"
+        default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="module:function, f(image, label, rng)"
     )
 
 
@@ -70,7 +71,9 @@ class SourceConfig(_Model):
     db: str | None = _text(None, "name of a sub-database of an LMDB")
     labels: str | None = _text(None, "path of a second source that holds the labels")
     tail: Literal["wrap", "partial", "drop"] = _choice("wrap", "wrap, partial or drop")
-    transform: TransformConfig | None = Field(None, description="a mapping: replaces data.transform for this phase")
+    transform: TransformConfig | None = Field(
+        default=None, description="a mapping: replaces data.transform for this phase"
+    )
 
 
 class OrderConfig(_Model):
@@ -80,16 +83,16 @@ class OrderConfig(_Model):
 
 
 class DataConfig(_Model):
-    train: SourceConfig = Field(SourceConfig(), description="a mapping: the training set")
-    test: SourceConfig = Field(SourceConfig(), description="a mapping: the test set")
-    order: OrderConfig = Field(OrderConfig(), description="a mapping: seed, shuffle, emit")
-    transform: TransformConfig = Field(TransformConfig(), description="a mapping: crop, mirror, ...")
+    train: SourceConfig = Field(default=SourceConfig(), description="a mapping: the training set")
+    test: SourceConfig = Field(default=SourceConfig(), description="a mapping: the test set")
+    order: OrderConfig = Field(default=OrderConfig(), description="a mapping: seed, shuffle, emit")
+    transform: TransformConfig = Field(default=TransformConfig(), description="a mapping: crop, mirror, ...")
     on_bad_record: Literal["stop", "skip", "zero"] = _choice("stop", "stop, skip or zero")
 
 
 class FeedConfig(_Model):
     engine: Literal["ray", "inline"] = _choice("ray", "ray or inline")
-    workers: int | Literal["auto"] = Field("auto", ge=1, le=256, description="auto or an integer from 1 to 256")
+    workers: int | Literal["auto"] = Field(default="auto", ge=1, le=256, description="auto or an integer from 1 to 256")
     depth: int = _integer(8, 1, 1024, "batches in the ring")
     topology: Literal["fused", "split"] = _choice("fused", "fused or split")
     max_restarts: int = _integer(3, 0, 1000, "how many lost workers are replaced")
@@ -126,14 +129,14 @@ class Config(_Model):
 
     net: str | None = _text(None, "path of the net's prototxt")
     solver: str | None = _text(None, "path of the solver's prototxt")
-    data: DataConfig = Field(DataConfig(), description="a mapping: train, test, order, transform")
-    feed: FeedConfig = Field(FeedConfig(), description="a mapping: engine, workers, depth, ...")
-    device: DeviceConfig = Field(DeviceConfig(), description="a mapping: backend, step_ms, ...")
+    data: DataConfig = Field(default=DataConfig(), description="a mapping: train, test, order, transform")
+    feed: FeedConfig = Field(default=FeedConfig(), description="a mapping: engine, workers, depth, ...")
+    device: DeviceConfig = Field(default=DeviceConfig(), description="a mapping: backend, step_ms, ...")
     trainers: int = _integer(1, 1, 4096, "trainer processes")
     shards: int = _integer(1, 1, 4096, "virtual shards of the global batch")
-    run: RunConfig = Field(RunConfig(), description="a mapping: folder, iterations, seed, ...")
-    profile: ProfileConfig = Field(ProfileConfig(), description="a mapping: detail, fingerprints, ...")
-    chaos: tuple[Any, ...] = Field((), strict=False, description="a list of injected faults")
+    run: RunConfig = Field(default=RunConfig(), description="a mapping: folder, iterations, seed, ...")
+    profile: ProfileConfig = Field(default=ProfileConfig(), description="a mapping: detail, fingerprints, ...")
+    chaos: tuple[Any, ...] = Field(default=(), strict=False, description="a list of injected faults")
     _notes: tuple[str, ...] = PrivateAttr(default=())
 
     def model_post_init(self, _context: Any) -> None:
