@@ -1,0 +1,53 @@
+# make demo  — environment, a real data set into LMDB, LeNet trained through Ray, the report printed and written
+# make test  — environment and the test suite
+# Both need Python 3.11 or 3.12 and nothing else; everything they install goes into .venv.
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PYTEST := $(PY) -m pytest
+
+.PHONY: env demo test test-long test-oracle lint clean
+
+env: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 found; try: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
+	@echo "Making $(VENV) with $(PYTHON) (about 1 GB, one to three minutes) ..."
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) --editable '.[examples,test]'
+	@touch $@
+
+data/mnist_train.npz data/mnist_test.npz: examples/mnist_subset.py | $(READY)
+	$(PY) examples/mnist_subset.py data/mnist
+
+data/mnist_%_lmdb: data/mnist_%.npz
+	$(PY) -m datasets.convert npz $< $@ --backend lmdb --force
+	@touch $@
+
+demo: $(READY) data/mnist_train_lmdb data/mnist_test_lmdb
+	$(PY) -m pipeline.train examples/lenet_mnist.yaml --run.if_exists replace
+	$(PY) -m profiler.report runs/lenet --html runs/lenet/report.html --json runs/lenet/report.json --trace runs/lenet/trace.json
+
+test: $(READY)
+	$(PYTEST) -m "not gpu and not long and not oracle"
+
+test-long: $(READY)
+	$(PYTEST) -m "long and not gpu" --timeout 1800
+
+test-oracle: $(READY)
+	$(PY) -c 'import torch' 2>/dev/null || $(PIP) torch
+	$(PYTEST) -m oracle
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+clean:
+	rm -rf $(VENV) data runs
