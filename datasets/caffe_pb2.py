@@ -5,7 +5,7 @@ and so on work as usual), but they live in a descriptor pool of their own: anoth
 register its own ``caffe.proto`` in protobuf's default pool, and the two never meet.
 
 The names, numbers, types and defaults are those of BVLC Caffe 1.0 (master of 2018 and later, with Swish and Clip), the
-old V1 and V0 layer formats included, so any ``.prototxt``, ``.caffemodel``, ``.solverstate`` and ``.binaryproto`` of that
+old V1 and V0 layer formats included: any ``.prototxt``, ``.caffemodel``, ``.solverstate`` and ``.binaryproto`` of that
 era reads without an unknown field and is written back to the same bytes.
 """
 
