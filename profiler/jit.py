@@ -1,0 +1,165 @@
+"""One rule for every numba kernel of the project: compiled at the first call, cached under a key that cannot go stale.
+
+Numba's own cache looks at the file of the decorated function only, so an edit in a *callee's* file is missed and old
+machine code runs on. Here the cache folder is named after a hash of all sources of the packages involved: any edit
+means a fresh folder. Numba itself is imported at the first call, so importing a module with kernels stays cheap.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, overload
+
+_LOCK = threading.RLock()  # re-entrant: compiling a kernel compiles the kernels it calls
+_OLD_AFTER_S = 30 * 24 * 3600
+_log = logging.getLogger(__name__)
+
+
+class Kernel:
+    """A function that becomes a ``numba.njit`` dispatcher at its first call (or when another kernel calls it).
+
+    Attributes
+    ----------
+    py_func: the plain Python function.
+    """
+
+    def __init__(self, py_func: Callable[..., Any], options: dict[str, Any], packages: tuple[str, ...]) -> None:
+        functools.update_wrapper(self, py_func)
+        self.py_func = py_func
+        self._options = options
+        self._packages = packages
+        self._dispatcher: Any = None
+
+    @property
+    def dispatcher(self) -> Any:
+        """The numba dispatcher, made when first asked for."""
+        if self._dispatcher is None:
+            with _LOCK:
+                if self._dispatcher is None:
+                    self._dispatcher = _compile(self.py_func, self._options, self._packages)
+        return self._dispatcher
+
+    @property
+    def loaded(self) -> bool:
+        """Whether a first call has already paid for importing numba and making the dispatcher."""
+        return self._dispatcher is not None
+
+    def __call__(self, *args: Any) -> Any:
+        dispatcher = self._dispatcher
+        return (self.dispatcher if dispatcher is None else dispatcher)(*args)
+
+    @property
+    def _numba_type_(self) -> Any:
+        # Numba asks a global it does not know for its type: this lets one kernel call another by its plain name.
+        from numba import types
+
+        return types.Dispatcher(self.dispatcher)
+
+
+@overload
+def njit(function: Callable[..., Any]) -> Kernel: ...
+@overload
+def njit(*, packages: tuple[str, ...] = (), **options: Any) -> Callable[[Callable[..., Any]], Kernel]: ...
+def njit(
+    function: Callable[..., Any] | None = None, *, packages: tuple[str, ...] = (), **options: Any
+) -> Kernel | Callable[[Callable[..., Any]], Kernel]:
+    """``numba.njit(cache=True, nogil=True)`` without fast-math, lazily, with a cache that notices every source edit.
+
+    Parameters
+    ----------
+    packages: names of further packages whose sources the kernel depends on, beside its own and ``profiler``.
+    options: passed on to ``numba.njit``. ``fastmath`` is refused: results must not depend on the compiler's mood.
+    """
+    if options.get("fastmath"):
+        raise ValueError("fastmath is not allowed: kernels must give the same bits everywhere")
+    merged = {"cache": True, "nogil": True, **options}
+    if function is not None:
+        return Kernel(function, merged, packages)
+    return lambda py_func: Kernel(py_func, merged, packages)
+
+
+def cache_root() -> Path:
+    """Folder for caches: ``$STALLSCOPE_CACHE``, else ``stallscope`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    own = os.environ.get("STALLSCOPE_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stallscope"
+
+
+def _compile(py_func: Callable[..., Any], options: dict[str, Any], packages: tuple[str, ...]) -> Any:
+    import numba
+
+    folder = _cache_folder(py_func, packages) if options["cache"] else None
+    if folder is None:
+        return numba.njit(**{**options, "cache": False})(py_func)
+    # The setting is read when the dispatcher is made, so it is put back at once and no other user of numba sees it.
+    config: Any = numba.config
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(folder)
+    try:
+        return numba.njit(**options)(py_func)
+    finally:
+        config.CACHE_DIR = before
+
+
+def _cache_folder(py_func: Callable[..., Any], packages: tuple[str, ...]) -> Path | None:
+    """The writable cache folder of a kernel, or None where there is none (then it is compiled in memory)."""
+    try:
+        roots = {_package_root(Path(py_func.__code__.co_filename)), Path(__file__).resolve().parent}
+        for name in packages:
+            module = sys.modules.get(name)
+            if module is not None and module.__file__:
+                roots.add(_package_root(Path(module.__file__)))
+        folder = cache_root() / "numba" / _key(tuple(sorted(roots)))
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_old(folder)
+        os.utime(folder)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"{folder} is not writable")
+    except (OSError, RuntimeError) as error:
+        _log.warning("compiled kernels are not kept, every process compiles anew: %s", error)
+        return None
+    return folder
+
+
+def _package_root(file: Path) -> Path:
+    """The folder of the outermost package that holds a source file, or the file itself outside any package."""
+    file = file.resolve()
+    root = file
+    while (root.parent / "__init__.py").is_file():
+        root = root.parent
+    return root
+
+
+def _key(roots: tuple[Path, ...]) -> str:
+    digest = hashlib.sha256()
+    for root in roots:
+        digest.update(_source_digest(root))
+    return digest.hexdigest()[:24]
+
+
+@functools.cache
+def _source_digest(root: Path) -> bytes:
+    digest = hashlib.sha256(str(root).encode())
+    for file in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+        digest.update(str(file.relative_to(root.parent)).encode())
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.digest()
+
+
+def _remove_old(folder: Path) -> None:
+    """Every edit leaves a folder behind; those not used for a month go."""
+    limit = time.time() - _OLD_AFTER_S
+    for other in folder.parent.iterdir():
+        if other != folder and other.stat().st_mtime < limit:
+            shutil.rmtree(other, ignore_errors=True)

@@ -1,0 +1,250 @@
+"""What the operating system says about a thread, a process and the machine, without root.
+
+Every reading returns its value or :class:`Missing` with the reason; none raises and none invents a zero. Kernels
+differ (no schedstat, no PSI, cgroup v1 or v2, containers hiding files), so each reason is worth showing.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a huge number
+
+
+@dataclass(frozen=True)
+class Missing:
+    """No reading, and why. False in a boolean context."""
+
+    reason: str
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Sched:
+    """Scheduler account of a thread: time on a CPU and time runnable but waiting for one, in ns since its start."""
+
+    cpu_ns: int
+    runq_ns: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """``getrusage`` of the calling thread: blocks read from storage (512 B units) and page faults so far."""
+
+    inblock: int
+    major_faults: int
+    minor_faults: int
+
+
+@dataclass(frozen=True)
+class Pressure:
+    """Pressure stall information of one resource: microseconds in which some or all tasks were held up."""
+
+    some_us: int
+    full_us: int
+
+
+@dataclass(frozen=True)
+class Throttling:
+    """CPU limit of the control group: how often and for how long (ns) it held its tasks back."""
+
+    periods: int
+    throttled: int
+    throttled_ns: int
+
+
+@dataclass(frozen=True)
+class CgroupMemory:
+    """Memory of the control group in bytes; ``limit`` is None where there is none."""
+
+    used: int
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class Smaps:
+    """Memory of a process in bytes: resident, and its proportional share of pages it shares with others."""
+
+    rss: int
+    pss: int
+
+
+class SchedFile:
+    """The scheduler account of one thread, kept open so that a reading is one system call.
+
+    Parameters
+    ----------
+    tid: the thread, by default the calling one. The file stays readable from other threads of the process.
+    """
+
+    def __init__(self, tid: int | None = None) -> None:
+        path = f"/proc/self/task/{threading.get_native_id() if tid is None else tid}/schedstat"
+        self.missing: Missing | None = None
+        self._fd = -1
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.sched_of(os.pread(self._fd, 96, 0))
+        except (OSError, ValueError, IndexError) as error:
+            self.missing = Missing(f"no scheduler statistics ({path}: {error})")
+            self.close()
+
+    def raw(self) -> bytes:
+        """The file's text, b"" when there is no reading. Equal texts mean that nothing was waited for in between."""
+        if self._fd < 0:
+            return b""
+        try:
+            return os.pread(self._fd, 96, 0)
+        except OSError:  # the thread has ended
+            return b""
+
+    def read(self) -> Sched | Missing:
+        text = self.raw()
+        return self.sched_of(text) if text else self.missing or Missing("the thread has ended")
+
+    @staticmethod
+    def sched_of(text: bytes) -> Sched:
+        fields = text.split()
+        return Sched(int(fields[0]), int(fields[1]))
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def thread_sched() -> Sched | Missing:
+    """The calling thread's scheduler account."""
+    file = SchedFile()
+    reading = file.read()
+    file.close()
+    return reading
+
+
+def thread_usage() -> Usage | Missing:
+    """Storage reads and page faults of the calling thread."""
+    try:
+        usage = resource.getrusage(resource.RUSAGE_THREAD)
+    except (AttributeError, OSError, ValueError) as error:
+        return Missing(f"no per-thread getrusage ({error})")
+    return Usage(usage.ru_inblock, usage.ru_majflt, usage.ru_minflt)
+
+
+def pressure(resource_name: str) -> Pressure | Missing:
+    """PSI of "cpu", "io" or "memory" for the whole machine."""
+    text = _read(Path("/proc/pressure") / resource_name)
+    if isinstance(text, Missing):
+        return text
+    totals = {}
+    for line in text.splitlines():
+        kind, _, rest = line.partition(" ")
+        for field in rest.split():
+            name, _, value = field.partition("=")
+            if name == "total" and value.isdigit():
+                totals[kind] = int(value)
+    if "some" not in totals:
+        return Missing(f"/proc/pressure/{resource_name} has an unknown form")
+    return Pressure(totals["some"], totals.get("full", 0))
+
+
+def cgroup_throttling() -> Throttling | Missing:
+    """How often the process's control group was held back by its CPU limit (cgroup v2 or v1)."""
+    for folder, unit_ns, field in ((_cgroup(""), 1000, "throttled_usec"), (_cgroup("cpu"), 1, "throttled_time")):
+        text = _read(folder / "cpu.stat")
+        if isinstance(text, str):
+            stat = dict(line.split()[:2] for line in text.splitlines() if len(line.split()) >= 2)
+            if field in stat and "nr_periods" in stat:
+                periods, throttled = int(stat["nr_periods"]), int(stat.get("nr_throttled", 0))
+                return Throttling(periods, throttled, int(stat[field]) * unit_ns)
+    return Missing("no cpu.stat with throttling in the process's control group")
+
+
+def cgroup_memory() -> CgroupMemory | Missing:
+    """Memory used and allowed in the process's control group (cgroup v2 or v1)."""
+    for folder, used_name, limit_name in (
+        (_cgroup(""), "memory.current", "memory.max"),
+        (_cgroup("memory"), "memory.usage_in_bytes", "memory.limit_in_bytes"),
+    ):
+        used, limit = _read(folder / used_name), _read(folder / limit_name)
+        if isinstance(used, str) and used.strip().isdigit():
+            bound = int(limit) if isinstance(limit, str) and limit.strip().isdigit() else None
+            return CgroupMemory(int(used), None if bound is None or bound >= _UNLIMITED else bound)
+    return Missing("no memory figures in the process's control group")
+
+
+def cgroup_cpus() -> float | Missing | None:
+    """CPUs the control group may use at once (quota / period), None where unlimited."""
+    text = _read(_cgroup("") / "cpu.max")
+    if isinstance(text, str):
+        quota, _, period = text.strip().partition(" ")
+        return None if quota == "max" else int(quota) / int(period or 100_000)
+    quota_text, period_text = (_read(_cgroup("cpu") / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    if isinstance(quota_text, Missing) or isinstance(period_text, Missing):
+        return Missing("no CPU limit files in the process's control group")
+    return None if int(quota_text) < 0 else int(quota_text) / int(period_text)
+
+
+def smaps(pid: int | None = None) -> Smaps | Missing:
+    """Resident and proportional memory of a process (the calling one by default), from ``smaps_rollup``."""
+    path = Path("/proc") / ("self" if pid is None else str(pid)) / "smaps_rollup"
+    text = _read(path)
+    if isinstance(text, Missing):
+        return text
+    sizes = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition(":")
+        if name in ("Rss", "Pss"):
+            sizes[name] = int(rest.split()[0]) * 1024
+    if len(sizes) != 2:
+        return Missing(f"{path} holds no Rss and Pss")
+    return Smaps(sizes["Rss"], sizes["Pss"])
+
+
+def boot_id() -> str:
+    """Identity of this boot of this kernel: monotonic clocks of processes with the same one can be compared."""
+    text = _read(Path("/proc/sys/kernel/random/boot_id"))
+    # Without the file, the host name has to do: good enough to keep the lanes of different machines apart.
+    return text.strip() if isinstance(text, str) else f"host-{socket.gethostname()}"
+
+
+def clock_pair() -> tuple[int, int]:
+    """(monotonic_ns, wall_ns) read together: the tightest of five attempts."""
+    best: tuple[int, int, int] | None = None
+    for _ in range(5):
+        before = time.monotonic_ns()
+        wall = time.time_ns()
+        after = time.monotonic_ns()
+        if best is None or after - before < best[0]:
+            best = (after - before, (before + after) // 2, wall)
+    assert best is not None
+    return best[1], best[2]
+
+
+def _cgroup(controller: str) -> Path:
+    """Folder of the process's control group: of a v1 controller, or of v2 with an empty name."""
+    root = Path("/sys/fs/cgroup")
+    text = _read(Path("/proc/self/cgroup"))
+    for line in text.splitlines() if isinstance(text, str) else ():
+        _, names, path = line.split(":", 2)
+        if controller in names.split(","):
+            base = root / controller if controller else root
+            # In a container the path is often that of the host, while the mount shows the group itself as the root.
+            return base / path.lstrip("/") if (base / path.lstrip("/")).is_dir() else base
+    return root / controller
+
+
+def _read(path: Path) -> str | Missing:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        return Missing(f"{path}: {getattr(error, 'strerror', None) or error}")

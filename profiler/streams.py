@@ -1,0 +1,151 @@
+"""Append-only Arrow streams: written message by message with single system calls, readable at any byte of a cut.
+
+A stream is a schema message, then one message per flush, then an end mark. The end mark is missing when the process
+was killed, and the last message may be torn; :func:`read_stream` gives what is whole and says what is not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from profiler.events import EVENT
+
+_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+EVENTS = pa.schema([(name, pa.from_numpy_dtype(EVENT[name])) for name in EVENT.names or ()])
+"""Columns of an event stream: the fields of :data:`profiler.events.EVENT`."""
+
+FINGERPRINTS = pa.schema(
+    [
+        ("step", pa.int64()), ("name", pa.string()), ("ordered", pa.uint64()), ("multiset", pa.uint64()),
+        ("max_abs", pa.float64()), ("l2", pa.float64()), ("zeros", pa.int64()), ("subnormals", pa.int64()),
+        ("infs", pa.int64()), ("nans", pa.int64()),
+    ]
+)  # fmt: skip
+"""Columns of a fingerprint stream."""
+
+SAMPLES = pa.schema([("t_ns", pa.int64()), ("pid", pa.int64()), ("metric", pa.string()), ("value", pa.float64())])
+"""Columns of a sample stream, one row per reading: t_ns is ``time.monotonic_ns``, pid 0 stands for the host."""
+
+
+def create(folder: Path, stem: str, suffix: str) -> tuple[int, Path]:
+    """Create ``folder/stem+suffix`` (or ``stem.2+suffix``, ... if taken) for appending: (file descriptor, path)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+    number = 1
+    while True:
+        path = folder / (f"{stem}{suffix}" if number == 1 else f"{stem}.{number}{suffix}")
+        try:
+            return os.open(path, flags, 0o644), path
+        except FileExistsError:  # an earlier part of a resumed run had the same process number
+            number += 1
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all bytes; a short write (disk nearly full) is tried again and then raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+class StreamFile:
+    """One stream being written. ``lazy`` creates the file at the first row."""
+
+    def __init__(
+        self, folder: Path, stem: str, schema: pa.Schema, identity: dict[str, str], *, lazy: bool = False
+    ) -> None:
+        self._schema = schema.with_metadata(identity)
+        self._folder = folder
+        self._stem = stem
+        self._torn = False
+        self.fd = -1
+        self.path: Path | None = None
+        if not lazy:
+            self._create()
+
+    def append_events(self, data: bytes) -> None:
+        """Append rows given as the bytes of an :data:`EVENT` array. Raises OSError."""
+        rows = np.frombuffer(data, EVENT)
+        columns = [pa.array(np.ascontiguousarray(rows[field])) for field in EVENT.names or ()]
+        self._append(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+
+    def append_rows(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Append rows given as tuples in the order of the schema. Raises OSError."""
+        columns = zip(zip(*rows, strict=True), self._schema, strict=True)
+        arrays = [pa.array(column, field.type) for column, field in columns]
+        self._append(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+
+    def close(self) -> None:
+        """Write the end mark and close; idempotent."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            try:
+                if not self._torn:
+                    write_all(fd, _END)
+            finally:
+                os.close(fd)
+
+    def _create(self) -> None:
+        self.fd, self.path = create(self._folder, self._stem, ".arrows")
+        write_all(self.fd, self._schema.serialize().to_pybytes())
+
+    def _append(self, batch: pa.RecordBatch) -> None:
+        if self.fd < 0:
+            self._create()
+        before = os.fstat(self.fd).st_size
+        if self._torn:
+            raise OSError("an earlier write failed half-way")
+        try:
+            write_all(self.fd, batch.serialize().to_pybytes())
+        except OSError:
+            # Half a message would hide everything after it: take it back, or write no more if that fails too.
+            try:
+                os.ftruncate(self.fd, before)
+            except OSError:
+                self._torn = True
+            raise
+
+
+def read_stream(path: Path) -> tuple[pa.Table | None, dict[str, str], str | None, bool]:
+    """Read what is whole of a stream.
+
+    Returns (table or None if not even the schema is there, identity, problem or None, whether it was closed properly).
+    """
+    size = path.stat().st_size
+    if size == 0:
+        return None, {}, "empty: the process ended before its first write", False
+    with pa.memory_map(str(path)) as source:
+        source.seek(max(0, size - len(_END)))
+        closed = source.read() == _END
+        source.seek(0)
+        try:
+            reader = pa.ipc.open_stream(source)
+        except (pa.ArrowInvalid, OSError) as error:
+            return None, {}, f"unreadable from the start ({_first_line(error)})", False
+        identity = {key.decode(): value.decode() for key, value in (reader.schema.metadata or {}).items()}
+        batches = []
+        problem = None
+        while True:
+            try:
+                batch = reader.read_next_batch()
+                batch.validate(full=True)
+            except StopIteration:
+                break
+            except (pa.ArrowInvalid, OSError) as error:
+                problem = f"cut within a message; everything before it was read ({_first_line(error)})"
+                break
+            batches.append(batch)
+        # Copied out of the mapping, so that the file may go away.
+        table = pa.Table.from_batches(batches, schema=reader.schema.remove_metadata())
+        copy = table.take(pa.array(np.arange(table.num_rows)))
+    return copy, identity, problem, closed
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
