@@ -6,11 +6,17 @@ The configuration wins over the prototxt, key by key, and every such decision be
 from __future__ import annotations
 
 import copy
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from pipeline.config import Config, Phase, validate
 from profiler.errors import UsageError
+
+if TYPE_CHECKING:
+    from gpu.prototxt import DataLayer
 
 _FOREIGN_DATA_LAYERS = ("ImageData", "HDF5Data", "WindowData", "DummyData")
 
@@ -32,7 +38,8 @@ def complete(document: dict[str, Any], base: Path) -> Config:
     shared = data.get("transform") or {}
     for phase in ("TRAIN", "TEST"):
         section = data.setdefault(phase.lower(), {})
-        layer = _data_layer(document["net"], phase) if document.get("net") else None
+        given_source = section.get("source")
+        layer = _data_layer(document["net"], phase, given_source) if document.get("net") else None
         _fill(section, shared, phase, layer, document.get("net"), base, notes)
     _check_data(document, data, solver)
     config = validate(document)
@@ -58,10 +65,12 @@ def _solver(document: dict[str, Any], run: dict[str, Any], base: Path, notes: li
     """The solver's message, with its net and max_iter taken over where the configuration has none."""
     if document.get("solver") is None:
         return None
-    from gpu.prototxt import read_solver
+    from datasets import caffe_pb2
+    from gpu.prototxt import read_message
 
     path = document["solver"] = existing("solver", document["solver"], base)
-    solver = read_solver(path)
+    solver = caffe_pb2.SolverParameter()
+    read_message(Path(path), solver)
     named = solver.net or solver.train_net
     if named and document.get("net") is None:
         document["net"] = existing(f"{path}: net", named, Path(path).parent)
@@ -101,11 +110,19 @@ def _check_shape_of_job(document: dict[str, Any], run: dict[str, Any]) -> None:
         )
 
 
-def _data_layer(net: str, phase: Phase) -> Any | None:
+def _data_layer(net: str, phase: Phase, given_source: str | None) -> DataLayer | None:
     """The layer of the net that loads data in a phase; None where the net has none."""
-    from gpu.prototxt import DATA_LAYERS, filter_net, read_net
+    from gpu.prototxt import data_layers, filter_net, load_net
 
-    layers = [layer for layer in filter_net(read_net(net), phase).layer if layer.type in DATA_LAYERS]
+    if given_source is None:
+        for layer in filter_net(load_net(net), phase).net.layer:
+            if layer.type in _FOREIGN_DATA_LAYERS:
+                raise UsageError(
+                    f"{net}: the data layer {layer.name!r} has the type {layer.type}, which this version cannot read",
+                    expected=f"a layer of type Data, or data.{phase.lower()}.source in the configuration",
+                    found=layer.type,
+                )
+    layers = data_layers(net, phase)
     if len(layers) > 1:
         raise UsageError(
             f"{net}: {len(layers)} data layers in {phase}",
@@ -119,7 +136,7 @@ def _fill(
     section: dict[str, Any],
     shared: dict[str, Any],
     phase: Phase,
-    layer: Any | None,
+    layer: DataLayer | None,
     net: str | None,
     base: Path,
     notes: list[str],
@@ -135,8 +152,9 @@ def _fill(
     _path(f"{name}.source", section, "source", base)
     if layer is not None:
         given_source = section.get("source")
-        _merge(name, section, _source_settings(layer, given_source, net), where, notes)
+        _merge(name, section, _source_settings(layer, given_source), where, notes)
         _merge(f"{name}.transform", transform, _transform_settings(layer), where, notes)
+        notes.extend(f"{field} of {where} has no effect here" for field in layer.unused)
         folder = Path(net or ".").parent
         _path(f"{where}: source", section, "source", folder)
         _path(f"{where}: mean_file", transform, "mean_file", folder)
@@ -163,51 +181,26 @@ def _differs(ours: Any, theirs: Any) -> bool:
     return (list(ours) if isinstance(ours, (list, tuple)) else ours) != theirs
 
 
-def _source_settings(layer: Any, given_source: str | None, net: str | None) -> dict[str, Any]:
-    if layer.type != "Data":
-        if layer.type in _FOREIGN_DATA_LAYERS and given_source is None:
-            raise UsageError(
-                f"{net}: the data layer {layer.name!r} has the type {layer.type}, which this version cannot read",
-                expected="a layer of type Data, or data.train.source and data.test.source in the configuration",
-                found=layer.type,
-            )
-        return {}
-    settings: dict[str, Any] = {}
-    param = layer.data_param
-    if param.source:
-        settings["source"] = param.source
-    if param.batch_size:
-        settings["batch"] = int(param.batch_size)
-    # Caffe's default is LEVELDB; where the field is left out the folder decides.
-    if param.HasField("backend") and (given_source is None or given_source == param.source):
-        settings["backend"] = "lmdb" if param.backend == param.LMDB else "leveldb"
+def _source_settings(layer: DataLayer, given_source: str | None) -> dict[str, Any]:
+    settings: dict[str, Any] = {"source": layer.source, "batch": layer.batch}
+    # The backend describes the layer's own source; where the text is silent, the folder decides.
+    if layer.backend is not None and given_source in (None, layer.source):
+        settings["backend"] = layer.backend.lower()
+    return {key: value for key, value in settings.items() if value}
+
+
+def _transform_settings(layer: DataLayer) -> dict[str, Any]:
+    settings = {key: value for key, value in asdict(layer.transform).items() if value is not None}
+    if "scale" in settings:
+        settings["scale"] = _as_written(settings["scale"])
+    if "mean_value" in settings:
+        settings["mean_value"] = [_as_written(value) for value in settings["mean_value"]]
     return settings
 
 
-def _transform_settings(layer: Any) -> dict[str, Any]:
-    param = layer.transform_param
-    settings: dict[str, Any] = {}
-    if param.crop_size:
-        settings["crop"] = int(param.crop_size)
-    if param.HasField("mirror"):
-        settings["mirror"] = bool(param.mirror)
-    if param.HasField("scale"):
-        # shortest decimal that gives the same float32: 0.00390625 reads as it was written
-        settings["scale"] = float(str(_float32(param.scale)))
-    if param.mean_file:
-        settings["mean_file"] = param.mean_file
-    if len(param.mean_value):
-        settings["mean_value"] = [float(str(_float32(value))) for value in param.mean_value]
-    for key in ("force_color", "force_gray"):
-        if param.HasField(key):
-            settings[key] = bool(getattr(param, key))
-    return settings
-
-
-def _float32(value: float) -> Any:
-    import numpy as np
-
-    return np.float32(value)
+def _as_written(value: float) -> float:
+    """The shortest decimal that gives the same float32: 33.3 and not 33.29999923706055."""
+    return float(str(np.float32(value)))
 
 
 def _check_data(document: dict[str, Any], data: dict[str, Any], solver: Any | None) -> None:

@@ -1,0 +1,162 @@
+"""Snapshots: weights, solver state and a sidecar that says where in the stream of data they belong.
+
+``snapshots/iter_N.{caffemodel,solverstate,json}``, N being the number of updates done. All three are written into a
+temporary folder beside them, synced and renamed, the sidecar last: a snapshot without its sidecar does not exist, and
+one whose files do not have the sizes and hashes of the sidecar is not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from profiler.cli import dumps
+from profiler.errors import StallscopeError, UsageError
+
+SCHEMA = 1
+_PARTS = (".caffemodel", ".solverstate")
+_SIDECAR = re.compile(r"iter_(\d+)\.json")
+_ANY_PART = re.compile(r"iter_(\d+)\.(?:caffemodel|solverstate|json)")
+
+
+class SnapshotWriter(Protocol):
+    """What a solver offers: write ``PREFIX_iter_N.caffemodel`` and ``.solverstate`` and return the two paths."""
+
+    def snapshot(self, prefix: str | Path) -> tuple[Path, Path]: ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A complete snapshot. ``sidecar`` is the document in ``iter_N.json``."""
+
+    iteration: int
+    weights: Path
+    state: Path
+    sidecar: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a folder holds: the newest usable snapshot, and a sentence for each one that was passed over."""
+
+    snapshot: Snapshot | None
+    ignored: list[str] = field(default_factory=list)
+
+
+def write(folder: Path, iteration: int, solver: SnapshotWriter, position: Mapping[str, Any]) -> Snapshot:
+    """Write the snapshot of ``iteration`` into ``folder`` (``.../snapshots``).
+
+    ``position`` goes into the sidecar beside the schema, iteration and file hashes. Raises :class:`StallscopeError`
+    when the disk does not take it (full, read-only); older snapshots stay as they were.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / f".writing-{os.getpid()}"
+    name = f"iter_{iteration}"
+    try:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        made = dict(zip(_PARTS, solver.snapshot(scratch / "new"), strict=True))
+        files = {}
+        for suffix, path in made.items():
+            _sync(path)
+            files[name + suffix] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        sidecar = {"schema": SCHEMA, "iteration": iteration, **position, "files": files}
+        text = scratch / "sidecar"
+        text.write_text(dumps(sidecar) + "\n", encoding="utf-8")
+        _sync(text)
+        # An older snapshot of the same iteration stops existing before its files are replaced.
+        (folder / f"{name}.json").unlink(missing_ok=True)
+        _sync(folder)
+        for suffix, path in made.items():
+            path.rename(folder / (name + suffix))
+        _sync(folder)
+        text.rename(folder / f"{name}.json")
+        _sync(folder)
+    except OSError as error:
+        kept = latest(folder).snapshot
+        raise StallscopeError(
+            f"cannot write the snapshot {folder / name}: {error.strerror or error}",
+            found=f"{shutil.disk_usage(folder).free / 1e6:.1f} MB free" if folder.exists() else "no folder",
+            hint=f"make room and resume from iteration {kept.iteration}" if kept else "make room and start again",
+        ) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return Snapshot(
+        iteration, folder / f"{name}.caffemodel", folder / f"{name}.solverstate", json.loads(dumps(sidecar))
+    )
+
+
+def latest(folder: Path) -> Found:
+    """The usable snapshot with the most iterations in ``folder``; a folder that does not exist holds none."""
+    ignored: list[str] = []
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    seen = {int(match[1]) for name in names if (match := _ANY_PART.fullmatch(name))}
+    complete = {int(match[1]) for name in names if (match := _SIDECAR.fullmatch(name))}
+    for iteration in sorted(seen, reverse=True):
+        if iteration not in complete:
+            ignored.append(f"iter_{iteration} has no sidecar: its writing was interrupted")
+            continue
+        try:
+            return Found(_read(folder, iteration), ignored)
+        except StallscopeError as error:
+            ignored.append(f"iter_{iteration} is damaged: {error.what}")
+    return Found(None, ignored)
+
+
+def _read(folder: Path, iteration: int) -> Snapshot:
+    path = folder / f"iter_{iteration}.json"
+    try:
+        sidecar = json.loads(path.read_text(encoding="utf-8"))
+        files = sidecar["files"]
+        wanted = {suffix: files[f"iter_{iteration}{suffix}"] for suffix in _PARTS}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StallscopeError(f"{path.name} cannot be read ({type(error).__name__}: {error})") from error
+    if sidecar.get("schema") != SCHEMA or sidecar.get("iteration") != iteration:
+        raise StallscopeError(f"{path.name} belongs to another version or another iteration")
+    for suffix, entry in wanted.items():
+        part = folder / f"iter_{iteration}{suffix}"
+        if not part.exists():
+            raise StallscopeError(f"{part.name} is missing")
+        if part.stat().st_size != entry["bytes"] or _sha256(part) != entry["sha256"]:
+            raise StallscopeError(f"{part.name} is not the file that the sidecar describes")
+    return Snapshot(
+        iteration, folder / f"iter_{iteration}.caffemodel", folder / f"iter_{iteration}.solverstate", sidecar
+    )
+
+
+def check_same_stream(snapshot: Snapshot, stream: Mapping[str, Any]) -> None:
+    """Raise :class:`UsageError` when resuming with ``stream`` would not continue the stream the snapshot was made in.
+
+    ``stream`` is the flat mapping that the sidecar holds under ``stream``: whatever decides the bytes of a batch.
+    Engine, workers, ring depth and database kind are not in it.
+    """
+    before = snapshot.sidecar.get("stream", {})
+    now = json.loads(dumps(dict(stream)))
+    different = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+    if different:
+        raise UsageError(
+            f"iter_{snapshot.iteration} was made in another stream of data; what differs: {', '.join(different)}",
+            expected=", ".join(f"{key} = {before.get(key)}" for key in different),
+            found=", ".join(f"{key} = {now.get(key)}" for key in different),
+            hint="set them as they were, or start a run of its own with --run.folder",
+        )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
