@@ -174,8 +174,10 @@ class Recorder:
         }  # fmt: skip
         stem = f"{name}-{os.getpid()}"
         try:
+            # Notes are never merged or removed: their file settles a stem that is unique in the run.
+            self._note_fd, notes = streams.create(folder / "events", stem, ".jsonl")
+            stem = notes.stem
             self._events = streams.StreamFile(folder / "events", stem, streams.EVENTS, self.identity)
-            self._note_fd = streams.create(folder / "events", stem, ".jsonl")[0]
             self._print_file = streams.StreamFile(
                 folder / "fingerprints", stem, streams.FINGERPRINTS, self.identity, lazy=True
             )
