@@ -1,0 +1,45 @@
+"""The training step, from top to bottom. Everything it needs has been opened by :mod:`pipeline.job`.
+
+Each span names a part of the step's time; what no span covers shows up in the report as unattributed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from profiler.events import Flag, Stage
+
+if TYPE_CHECKING:
+    from pipeline.job import Job
+
+
+def train(job: Job) -> None:
+    """Do steps until the job has done its iterations or was asked to stop."""
+    record, device, solver = job.recorder, job.device, job.solver
+    batches = iter(job.feed)
+    while not job.done():
+        step = job.step
+        with record.span(Stage.STEP, step=step, flags=Flag.FIRST if step == job.first_step else 0) as whole:
+            if job.test_is_due():
+                with record.span(Stage.TEST, step=step):
+                    job.test()
+
+            batch = next(batches)  # the feed records how long this waits
+            whole.epoch, whole.items = batch.epoch, len(batch.ids)
+
+            upload = device.upload(job.inputs(batch), step=step, epoch=batch.epoch)
+            upload.wait()
+            with record.span(Stage.HOST, step=step):
+                job.fingerprint_inputs(batch, upload.arrays)
+            batch.release()  # its slot may be filled again: the device has its own copy
+
+            with record.span(Stage.COMPUTE, step=step), device.compute(step=step, epoch=batch.epoch):
+                loss = solver.step_on(upload.arrays)
+
+            with record.span(Stage.HOST, step=step):
+                job.fingerprint_outcome(loss)
+                job.show(loss)
+            job.step = step + 1
+            if job.snapshot_is_due():
+                with record.span(Stage.CHECKPOINT, step=step):
+                    job.snapshot()

@@ -1,0 +1,99 @@
+"""The folder of a run: may it be used, what part of a run this is, and what the manifest says at the beginning."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+from datasets.source import Source
+from pipeline import checkpoint
+from pipeline.checkpoint import Found
+from pipeline.config import Config
+from profiler.errors import UsageError
+
+_PROBES = 16  # records read to tell one data set from another
+# What only a run of ours holds: a folder with none of these is never removed.
+_OURS = ("manifest.json", "events", "snapshots", "fingerprints", "samples")
+
+
+def prepare(config: Config) -> tuple[Path, Found]:
+    """Make the run's folder ready as ``run.if_exists`` says; with ``resume``, the snapshot to go on from.
+
+    Raises :class:`UsageError` when the folder is in use by an earlier run and may not be touched, or is no run's.
+    """
+    folder = Path(config.run.folder).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"run.folder: {folder} is a file", expected="a folder, or a path where none exists")
+    used = folder.is_dir() and any(folder.iterdir())
+    found = Found(None)
+    if used and config.run.if_exists == "refuse":
+        raise UsageError(
+            f"the run folder {folder} is not empty",
+            expected="a new folder",
+            found=", ".join(sorted(path.name for path in folder.iterdir())[:6]),
+            hint="--run.if_exists replace, --run.if_exists resume, or another --run.folder",
+        )
+    if used and config.run.if_exists == "replace":
+        if not any((folder / name).exists() for name in _OURS):
+            raise UsageError(
+                f"the folder {folder} does not look like a run, so it is not removed",
+                expected="a folder that holds a manifest.json of an earlier run",
+                found=", ".join(sorted(path.name for path in folder.iterdir())[:6]),
+                hint="choose another --run.folder, or empty it by hand",
+            )
+        shutil.rmtree(folder)
+    elif used:
+        found = checkpoint.latest(folder / "snapshots")
+        last = config.run.iterations or 0
+        if found.snapshot is not None and found.snapshot.iteration >= last:
+            raise UsageError(
+                f"the run in {folder} has done its {found.snapshot.iteration} iterations already",
+                expected=f"run.iterations above {found.snapshot.iteration}",
+                found=f"run.iterations: {last}",
+                hint=f"--run.iterations {found.snapshot.iteration + last}",
+            )
+    try:
+        for name in ("events", "fingerprints", "samples", "snapshots", "memory"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot make the run folder {folder}: {error.strerror}", hint="another --run.folder"
+        ) from None
+    return folder, found
+
+
+def stream(config: Config, identity: dict[str, Any]) -> dict[str, Any]:
+    """Whatever decides the bytes of a training batch, flat and as plain JSON: what a resume must find unchanged."""
+    source, transform = config.source("TRAIN"), config.transform("TRAIN")
+    return {
+        "records": identity.get("records"),
+        "content": identity.get("content"),
+        "batch": source.batch,
+        "tail": source.tail,
+        "shuffle": config.data.order.shuffle,
+        "seed": config.order_seed,
+        "shards": config.shards,
+        **{f"transform.{key}": value for key, value in transform.model_dump(mode="json").items()},
+    }
+
+
+def data_identity(source: Source) -> dict[str, Any]:
+    """What the source says of itself, and ``content``: a hash of keys and values spread over it.
+
+    The same records give the same ``content`` whichever database they lie in, so a run may move from one to another.
+    """
+    records = len(source)
+    digest = hashlib.sha256(str(records).encode())
+    for index in sorted({round(i * (records - 1) / (_PROBES - 1)) for i in range(_PROBES)}) if records else ():
+        record = source.read(index)
+        digest.update(hashlib.sha256(record.key).digest() + hashlib.sha256(record.value).digest())
+    return {**source.identity(), "content": digest.hexdigest()}
+
+
+def file_identity(path: str | None) -> dict[str, str] | None:
+    """Path and SHA-256 of a file of the job; None where the job has none."""
+    if path is None:
+        return None
+    return {"path": str(Path(path).absolute()), "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}

@@ -1,0 +1,65 @@
+"""Run a training job: ``python -m pipeline.train CONFIG.yaml [--key value ...] [--address ADDRESS]``.
+
+Exit codes: 0 done; 2 wrong use or unreadable input, with one message; 130 or 143 stopped by SIGINT or SIGTERM after
+the step in progress, with a snapshot and a report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import textwrap
+from collections.abc import Sequence
+
+from pipeline.config import keys
+from pipeline.settings import load, parse_flags
+from profiler import cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job that the command line describes; returns the exit code."""
+    parser = cli.Parser(
+        prog="python -m pipeline.train",
+        description="Train a Caffe-style net from LMDB or LevelDB and record why it waited.",
+        epilog="Any key of the configuration is also a flag, --feed.workers 4 or --feed.workers=4; --keys lists them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="the job; flags alone describe one as well")
+    parser.add_argument(
+        "--address", help="join this Ray cluster ('auto': the one of this machine); default: own local Ray"
+    )
+    parser.add_argument("--keys", action="store_true", help="list every key with its allowed values and exit")
+    for key, _description in keys():
+        # known to the parser only so that it does not take a flag's value for the configuration file
+        parser.add_argument(f"--{key}", action="append", default=[], help=argparse.SUPPRESS)
+    arguments, unknown = parser.parse_known_args(argv)
+    parse_flags(unknown)  # first: the value of a misspelt flag may have been taken for the configuration file
+    given = vars(arguments)
+    flags = [f"--{key}={value}" for key, _description in keys() for value in given[key]]
+    if arguments.keys:
+        _list_keys()
+        return cli.EXIT_OK
+    if arguments.config is None and not flags:
+        parser.error("no configuration given")
+    cli.warn_if_shadowed()
+    config = load(arguments.config, flags)
+    logging.basicConfig(level=config.run.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+
+    from pipeline.job import (
+        run,
+    )  # what a job needs takes a second to import: after its configuration is known to be fine
+
+    return run(config, address=arguments.address)
+
+
+def _list_keys() -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for key, description in keys():
+        console.print(f"--{key}", markup=False)
+        console.print(textwrap.indent(textwrap.fill(description, 100), "      "), markup=False)
+
+
+if __name__ == "__main__":
+    cli.run(main)
