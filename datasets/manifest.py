@@ -1,0 +1,226 @@
+"""The manifest beside a database: what it should hold, so that a cut copy or a flipped bit does not go unnoticed.
+
+``<database>.manifest.json`` lies beside the database, never inside of it: a database stays exactly what Caffe expects.
+``<database>.crc32`` holds one CRC-32 a record (uint32, little-endian, in key order). Opening a data set compares the
+number of records and the key range (:func:`datasets.source.open_source`); :func:`damaged` reads everything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from datasets.source import ManifestMismatch, Source, manifest_path
+from profiler.errors import StallscopeError
+
+SCHEMA = 1
+_MOST_LABELS = 1000
+"""A histogram of more labels than this is left out."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a database was when it was made.
+
+    Attributes
+    ----------
+    records: number of records. first_key, last_key: in byte order, as text (bytes that are no UTF-8 escaped).
+    key_order: ``numeric`` where byte order is also the order of the numbers at the start of the keys, else ``bytes``.
+    content_sha256: over all records in key order, each as length and bytes of key and value (lengths uint32,
+        little-endian): the same for an LMDB and a LevelDB with the same records.
+    shapes: "CxHxW" to number of records, after decoding. encoded: number of records that hold an image file.
+    labels: label (as text) to number of records; None where there are more than 1000 different ones.
+    label_range: smallest and largest label. classes: name of each label, where the source has names.
+    shuffle_seed: None where the source's order was kept. skipped: what of the source is not in here, and why.
+    """
+
+    records: int
+    backend: str
+    first_key: str
+    last_key: str
+    key_order: str
+    content_sha256: str
+    shapes: dict[str, int] = field(default_factory=dict)
+    encoded: int = 0
+    labels: dict[str, int] | None = None
+    label_range: tuple[int, int] | None = None
+    classes: list[str] | None = None
+    source: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    shuffle_seed: int | None = None
+    skipped: list[str] = field(default_factory=list)
+    skipped_count: int = 0
+    created_by: str = ""
+    schema: int = SCHEMA
+
+
+class Tally:
+    """Adds up a manifest while records are written, which must happen in key order."""
+
+    def __init__(self) -> None:
+        self.records = 0
+        self.first_key = b""
+        self.last_key = b""
+        self.encoded = 0
+        self.shapes: Counter[tuple[int, int, int]] = Counter()
+        self.labels: Counter[int] = Counter()
+        self._crcs = array("I")
+        self._hash = hashlib.sha256()
+
+    def add(self, key: bytes, value: bytes, shape: tuple[int, int, int], label: int, encoded: bool) -> None:
+        if self.records == 0:
+            self.first_key = key
+        elif key <= self.last_key:
+            raise ValueError(f"keys must ascend: {key!r} after {self.last_key!r}")
+        self.last_key = key
+        self.records += 1
+        self.shapes[shape] += 1
+        self.labels[label] += 1
+        self.encoded += encoded
+        self._crcs.append(record_crc(key, value))
+        for part in (key, value):
+            self._hash.update(len(part).to_bytes(4, "little"))
+            self._hash.update(part)
+
+    @property
+    def crcs(self) -> NDArray[np.uint32]:
+        """uint32[records]"""
+        return np.array(self._crcs, "<u4")
+
+    def manifest(self, **about: Any) -> Manifest:
+        """The manifest of all records added; ``about`` fills in the fields that records do not tell."""
+        few = len(self.labels) <= _MOST_LABELS
+        return Manifest(
+            records=self.records,
+            first_key=key_text(self.first_key),
+            last_key=key_text(self.last_key),
+            key_order="numeric",
+            content_sha256=self._hash.hexdigest(),
+            shapes={"x".join(map(str, shape)): count for shape, count in sorted(self.shapes.items())},
+            encoded=self.encoded,
+            labels={str(label): count for label, count in sorted(self.labels.items())} if few else None,
+            label_range=(min(self.labels), max(self.labels)) if self.labels else None,
+            created_by=_created_by(),
+            **about,
+        )
+
+
+def record_crc(key: bytes, value: bytes) -> int:
+    """CRC-32 of the bytes of the key followed by those of the value."""
+    return zlib.crc32(value, zlib.crc32(key))
+
+
+def key_text(key: bytes) -> str:
+    return key.decode("utf-8", "backslashreplace")
+
+
+def checksum_path(path: str | os.PathLike[str]) -> Path:
+    """Where the checksums of a database lie."""
+    beside = manifest_path(path)
+    return beside.with_name(beside.name.removesuffix(".manifest.json") + ".crc32")
+
+
+def write_manifest(path: str | os.PathLike[str], manifest: Manifest, crcs: NDArray[np.uint32]) -> None:
+    """Write manifest and checksums of the database at ``path``; each file appears whole or not at all.
+
+    The manifest comes last, so where there is a manifest there are checksums.
+    """
+    _write_whole(checksum_path(path), crcs.astype("<u4").tobytes())
+    _write_whole(manifest_path(path), (json.dumps(asdict(manifest), indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def remove_manifest(path: str | os.PathLike[str]) -> None:
+    """Remove manifest and checksums, where they exist."""
+    for place in (manifest_path(path), checksum_path(path)):
+        place.unlink(missing_ok=True)
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest | None:
+    """The manifest of the database at ``path``, or None where there is none.
+
+    Raises :class:`datasets.source.ManifestMismatch` for a file that is no manifest or of a newer schema.
+    """
+    place = manifest_path(path)
+    try:
+        text = place.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StallscopeError(f"the manifest {place} cannot be read: {error.strerror}") from error
+    try:
+        document = json.loads(text)
+        if document["schema"] > SCHEMA:
+            raise ManifestMismatch(
+                f"{place} was written by a newer version", expected=f"schema {SCHEMA}", found=document["schema"]
+            )
+        known = {name: value for name, value in document.items() if name in Manifest.__dataclass_fields__}
+        if known.get("label_range") is not None:
+            known["label_range"] = tuple(known["label_range"])
+        return Manifest(**known)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ManifestMismatch(
+            f"{place} is not a manifest of a data set",
+            found=str(error),
+            hint="make it again by converting again, or remove it to read the data set unchecked",
+        ) from error
+
+
+def read_checksums(path: str | os.PathLike[str]) -> NDArray[np.uint32] | None:
+    """uint32[records], one CRC-32 a record in key order, or None where the file is missing."""
+    try:
+        stored = checksum_path(path).read_bytes()
+    except FileNotFoundError:
+        return None
+    if len(stored) % 4:
+        raise ManifestMismatch(f"{checksum_path(path)} is cut", expected="a multiple of 4 bytes", found=len(stored))
+    return np.frombuffer(stored, "<u4")
+
+
+def damaged(source: Source) -> Iterator[int]:
+    """Positions of the records whose bytes are not those that were written. Reads the whole data set.
+
+    Raises :class:`datasets.source.ManifestMismatch` where there are no checksums, or not one for each record.
+    """
+    crcs = read_checksums(source.path)
+    if crcs is None or len(crcs) != len(source):
+        raise ManifestMismatch(
+            f"{source.name} cannot be compared with its checksums",
+            expected=f"{len(source)} checksums in {checksum_path(source.path)}",
+            found="no such file" if crcs is None else f"{len(crcs)}",
+        )
+    for index in range(len(source)):
+        record = source.read(index)
+        if record_crc(record.key, record.value) != crcs[index]:
+            yield index
+
+
+def _write_whole(place: Path, content: bytes) -> None:
+    temporary = place.with_name(f".{place.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, place)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _created_by() -> str:
+    try:
+        return f"stallscope {metadata.version('stallscope')}"
+    except metadata.PackageNotFoundError:
+        return "stallscope"  # run from a checkout that is not installed

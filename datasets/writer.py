@@ -1,0 +1,220 @@
+"""Writing a database: LMDB or LevelDB, in a temporary folder that takes its final name only when it is complete."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from profiler.errors import StallscopeError, UsageError
+
+COMMIT_RECORDS = 1000
+COMMIT_BYTES = 64 << 20
+"""A transaction ends after so many records or bytes, whichever comes first."""
+FIRST_MAP_SIZE = 64 << 20
+"""Bytes an LMDB's map begins with. It doubles when full: a map is address space, and a huge one may be refused."""
+
+_DATABASE_FILES = re.compile(r"(data|lock)\.mdb|CURRENT|LOCK|LOG(\.old)?|MANIFEST-\d+|\d+\.(ldb|sst|log|dbtmp)")
+
+
+class Writer(ABC):
+    """Takes records in ascending order of their keys. ``close`` makes what was put durable."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[bytes, bytes]] = []
+        self._pending_bytes = 0
+
+    def put(self, key: bytes, value: bytes) -> None:
+        self._pending.append((key, value))
+        self._pending_bytes += len(key) + len(value)
+        if len(self._pending) >= COMMIT_RECORDS or self._pending_bytes >= COMMIT_BYTES:
+            self.commit()
+
+    def commit(self) -> None:
+        """Write what is pending in one transaction."""
+        if self._pending:
+            self._write(self._pending)
+            self._pending = []
+            self._pending_bytes = 0
+
+    def close(self) -> None:
+        """Commit, make durable and close."""
+        self.commit()
+        self._finish()
+
+    @abstractmethod
+    def _write(self, records: list[tuple[bytes, bytes]]) -> None: ...
+
+    @abstractmethod
+    def _finish(self) -> None: ...
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Give the handles back without finishing. Idempotent, also after ``close``."""
+
+
+class LmdbWriter(Writer):
+    """Raises :class:`StallscopeError` if the map cannot grow or the disk is full."""
+
+    def __init__(self, folder: Path, map_size: int = FIRST_MAP_SIZE) -> None:
+        super().__init__()
+        import lmdb
+
+        self._lmdb = lmdb
+        self._map_size = map_size
+        self.doublings = 0
+        # No lock file: nobody else knows the temporary folder. No sync at each commit: one at the end is enough.
+        self._env: Any = lmdb.open(str(folder), map_size=map_size, lock=False, sync=False, metasync=False)
+
+    def _write(self, records: list[tuple[bytes, bytes]]) -> None:
+        while True:
+            try:
+                with self._env.begin(write=True) as transaction:
+                    for key, value in records:
+                        if not transaction.put(key, value, overwrite=False, append=True):
+                            raise StallscopeError(f"the key {key!r} is already in the database")
+                return
+            except self._lmdb.MapFullError:
+                # The whole transaction is lost, so it is written again from the pending records.
+                self._map_size *= 2
+                self.doublings += 1
+                try:
+                    self._env.set_mapsize(self._map_size)
+                except self._lmdb.Error as error:
+                    raise StallscopeError(
+                        f"the LMDB's map cannot grow to {self._map_size >> 20} MiB: {error}",
+                        hint="raise the limit on address space (ulimit -v), or write a LevelDB",
+                    ) from error
+            except self._lmdb.Error as error:
+                raise StallscopeError(f"writing the LMDB failed: {error}", hint="is the disk full?") from error
+
+    def _finish(self) -> None:
+        self._env.sync(True)
+        self._env.close()
+
+    def abandon(self) -> None:
+        self._env.close()
+
+
+class LevelDbWriter(Writer):
+    """Compacts before it closes: LevelDB would leave the last records in its log, where a cut goes unnoticed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        try:
+            import plyvel
+        except ImportError as error:
+            raise StallscopeError(
+                "writing a LevelDB needs the package 'plyvel', which is not installed",
+                hint="pip install plyvel (it has wheels for Python 3.11 and 3.12), or --backend lmdb",
+            ) from error
+        self._plyvel = plyvel
+        self._db: Any = plyvel.DB(str(folder), create_if_missing=True, error_if_exists=True)
+
+    def _write(self, records: list[tuple[bytes, bytes]]) -> None:
+        try:
+            with self._db.write_batch() as batch:
+                for key, value in records:
+                    batch.put(key, value)
+        except self._plyvel.Error as error:
+            raise StallscopeError(f"writing the LevelDB failed: {error}", hint="is the disk full?") from error
+
+    def _finish(self) -> None:
+        try:
+            self._db.compact_range()
+        except self._plyvel.Error as error:
+            raise StallscopeError(f"compacting the LevelDB failed: {error}", hint="is the disk full?") from error
+        self._db.close()
+
+    def abandon(self) -> None:
+        self._db.close()
+
+
+WRITERS: dict[str, type[LmdbWriter] | type[LevelDbWriter]] = {"lmdb": LmdbWriter, "leveldb": LevelDbWriter}
+
+
+def check_target(out: Path, force: bool) -> None:
+    """Raise :class:`UsageError` unless a database may be made at ``out``.
+
+    ``force`` allows to replace a database, but never a folder that holds anything else.
+    """
+    if not out.parent.is_dir():
+        raise UsageError(f"the folder {out.parent} does not exist", hint=f"mkdir -p {out.parent}")
+    if out.is_dir() and not out.is_symlink():
+        strangers = [name for name in sorted(os.listdir(out)) if not _DATABASE_FILES.fullmatch(name)]
+        if strangers:
+            raise UsageError(
+                f"{out} is a folder with other files in it than those of a database; it stays as it is",
+                found=", ".join(strangers[:5]),
+                hint="name another target",
+            )
+        if force or not os.listdir(out):
+            return
+    elif not os.path.lexists(out):
+        return
+    else:
+        raise UsageError(f"{out} exists and is not the folder of a database", hint="name another target")
+    raise UsageError(f"{out} exists already", hint="--force replaces it, or name another target")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder beside ``out`` that takes its name when the block ends without an exception.
+
+    After an exception the temporary folder is removed and ``out`` is as before. After a SIGKILL the folder stays under
+    its temporary, hidden name; the next conversion to the same target removes it.
+    """
+    _sweep(out)
+    temporary = out.with_name(f".{out.name}.part-{_owner()}")
+    temporary.mkdir()
+    try:
+        yield temporary
+        _publish(temporary, out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _publish(temporary: Path, out: Path) -> None:
+    for folder in (temporary, *temporary.iterdir()):
+        _sync(folder)
+    if not out.exists():
+        os.rename(temporary, out)
+    else:
+        old = out.with_name(f".{out.name}.old-{_owner()}")
+        os.rename(out, old)
+        try:
+            os.rename(temporary, out)
+        except BaseException:
+            os.rename(old, out)
+            raise
+        shutil.rmtree(old)
+    _sync(out.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _owner() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def _sweep(out: Path) -> None:
+    """Remove what conversions to the same target left behind when they were killed on this host."""
+    ours = re.compile(re.escape(f".{out.name}.") + r"(part|old)-" + re.escape(socket.gethostname()) + r"-(\d+)")
+    for path in list(out.parent.iterdir()):
+        match = ours.fullmatch(path.name)
+        # What was moved aside is the only copy until the new database is in its place.
+        if match and not Path(f"/proc/{match[2]}").exists() and (match[1] == "part" or out.exists()):
+            shutil.rmtree(path, ignore_errors=True)
