@@ -3,9 +3,9 @@
     copy stream:     wait for the compute event of the step that last used the buffers → copies → copy event
     compute stream:  kernels of a step → compute event
 
-The host blocks on the copy event in ``Upload.wait``, so that what is exposed of a copy is measured there and not charged
-to whatever synchronises next, and on the compute event at the end of a compute block, for the same reason. A step's
-kernels are thus never submitted before its copy is complete, while the copy of the next step runs beside them.
+The host blocks on the copy event in ``Upload.wait``, so that what is exposed of a copy is measured there and not
+charged to whatever synchronises next, and on the compute event at the end of a compute block, for the same reason. A
+step's kernels are thus never submitted before its copy is complete, while the copy of the next step runs beside them.
 """
 
 from __future__ import annotations

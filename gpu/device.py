@@ -140,7 +140,7 @@ class Device(ABC):
         """Page-lock host memory that uploads will come from. False where the device has no use for it."""
         return False
 
-    def unregister(self, memory: Any) -> None:
+    def unregister(self, memory: Any) -> None:  # noqa: B027 - most devices pin nothing
         """Undo :meth:`register`; must come before the memory is unmapped."""
 
     def __enter__(self) -> Device:
@@ -159,14 +159,14 @@ class Device(ABC):
     def _settle(self, upload: Upload) -> None:
         """Block until the copy is complete; raises nothing for a failed one."""
 
-    def _begin_compute(self) -> None:
+    def _begin_compute(self) -> None:  # noqa: B027 - only CUDA has a clock of its own
         """Mark the start of a compute block on the device, where it keeps a clock of its own."""
 
     @abstractmethod
     def _finish_compute(self, began_ns: int, step: int, epoch: int) -> None:
         """End a compute block that began at ``began_ns``."""
 
-    def _shut_down(self) -> None:
+    def _shut_down(self) -> None:  # noqa: B027 - the NumPy device holds nothing
         """Release what the device holds besides its buffers."""
 
     def _allocate(self, nbytes: int) -> Any:
@@ -252,9 +252,7 @@ def open_device(
     if chosen.name == "emulated":
         from gpu.emulated import EmulatedDevice
 
-        return EmulatedDevice(
-            chosen, step_ms=step_ms, h2d_gbps=h2d_gbps, h2d_delay_ms=h2d_delay_ms, recorder=recorder
-        )
+        return EmulatedDevice(chosen, step_ms=step_ms, h2d_gbps=h2d_gbps, h2d_delay_ms=h2d_delay_ms, recorder=recorder)
     if chosen.name == "cupy":
         from gpu.copy import CupyDevice
 

@@ -52,6 +52,7 @@ class EmulatedDevice(Device):
         self.ns_per_byte = 1.0 / h2d_gbps if h2d_gbps else 0.0
         self.copy_ns = 0
         """Time the copy engine was busy so far."""
+        self._memcpy_ns_per_byte = 0.0  # as measured at the copy before
         self._jobs: queue.SimpleQueue[tuple[Upload, dict[str, np.ndarray]] | None] = queue.SimpleQueue()
         # Daemon: a process that forgets to close the device must still be able to end.
         self._engine = threading.Thread(target=self._copy_engine, name="copy-engine", daemon=True)
@@ -68,21 +69,11 @@ class EmulatedDevice(Device):
         upload._copied.wait()
 
     def _copy_engine(self) -> None:
-        memcpy_ns_per_byte = 0.0
         while (job := self._jobs.get()) is not None:
             upload, sources = job
             began = time.monotonic_ns()
             try:
-                if self._closed:
-                    raise StallscopeError("the device was closed first")
-                # The host's own copy is part of the nominal time where it fits: start it that much before the end.
-                start = began + max(0, self.copy_time_ns(upload.nbytes) - round(upload.nbytes * memcpy_ns_per_byte))
-                sleep_until(start)
-                for name, source in sources.items():
-                    np.copyto(upload._arrays[name], source)
-                if upload.nbytes:
-                    memcpy_ns_per_byte = (time.monotonic_ns() - max(began, start)) / upload.nbytes
-                sleep_until(began + self.copy_time_ns(upload.nbytes))
+                self._copy(upload, sources, began)
             except BaseException as error:  # whatever it was belongs to the thread that waits for this copy
                 upload._error = error
             ended = time.monotonic_ns()
@@ -100,6 +91,19 @@ class EmulatedDevice(Device):
             )
             del job, sources  # no reference to the host arrays may outlive the copy: their owner may want to unmap them
             upload._copied.set()
+
+    def _copy(self, upload: Upload, sources: dict[str, np.ndarray], began: int) -> None:
+        if self._closed:
+            raise StallscopeError("the device was closed first")
+        nominal = self.copy_time_ns(upload.nbytes)
+        # The host's own copy is part of the nominal time where it fits: start it that much before the end.
+        start = began + max(0, nominal - round(upload.nbytes * self._memcpy_ns_per_byte))
+        sleep_until(start)
+        for name, source in sources.items():
+            np.copyto(upload._arrays[name], source)
+        if upload.nbytes:
+            self._memcpy_ns_per_byte = (time.monotonic_ns() - start) / upload.nbytes
+        sleep_until(began + nominal)
 
     def _finish_compute(self, began_ns: int, step: int, epoch: int) -> None:
         # The device is busy for its nominal time or for the real compute, whichever is longer, and not for what the

@@ -40,7 +40,7 @@ class LrPolicy:
 
     @classmethod
     def from_proto(cls, solver: Any) -> LrPolicy:
-        """Read the fields of a ``caffe.SolverParameter``; raises StallscopeError for an unknown or incomplete policy."""
+        """Read a ``caffe.SolverParameter``; raises StallscopeError for an unknown or incomplete policy."""
         policy = solver.lr_policy or "fixed"
         if policy not in POLICIES:
             raise StallscopeError(

@@ -46,7 +46,7 @@ class PinnedRanges:
         return sum(end - start for start, (end, _) in self._held.items())
 
     def register(self, memory: Any) -> bool:
-        """Pin a writable buffer. True if it is pinned now, False (with a RuntimeWarning saying why) if it stays pageable.
+        """Pin a writable buffer. True if it is pinned now, False (and a RuntimeWarning saying why) if it stays pageable.
 
         Asking again for a range, or for a part of one, counts: it is unpinned when every asker has unregistered it.
         """
@@ -87,7 +87,7 @@ class PinnedRanges:
         return start is not None and self._held[start][0] >= array.ctypes.data + array.nbytes
 
     def unregister(self, memory: Any) -> None:
-        """Give one registration of the buffer back; call it before the memory is unmapped. Unknown buffers are ignored."""
+        """Give one registration back; call it before the memory is unmapped. Unknown buffers are ignored."""
         self._forget_after_fork()
         array = np.frombuffer(memory, dtype=np.uint8) if not isinstance(memory, np.ndarray) else memory
         start = self._range_at(array.ctypes.data)

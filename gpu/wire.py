@@ -69,7 +69,9 @@ def _varint(data: memoryview, position: int, offset: int) -> tuple[int, int]:
             return value, position
         shift += 7
         if shift > 63:
-            raise WireError(f"not a protocol buffer message: a number of more than 10 bytes at byte {offset + position}")
+            raise WireError(
+                f"not a protocol buffer message: a number of more than 10 bytes at byte {offset + position}"
+            )
 
 
 def varints(data: memoryview) -> list[int]:
@@ -103,7 +105,7 @@ def blob_pieces(array: np.ndarray) -> list[bytes | memoryview]:
     shape = header(1, len(dims)) + dims if dims else b""
     pieces: list[bytes | memoryview] = []
     if floats.nbytes:
-        pieces += [header(5, floats.nbytes), memoryview(floats.reshape(-1)).cast("B")]
+        pieces += [header(5, floats.nbytes), floats.reshape(-1).view(np.uint8).data]
     pieces += [header(7, len(shape)), shape]
     return pieces
 

@@ -1,0 +1,78 @@
+"""Caffe's solver state files: iteration, histories, and where the weights of the same moment are."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gpu import wire
+from gpu.caffemodel import contents, expect, read_blob, write_atomically
+from gpu.wire import WireError
+from profiler.errors import StallscopeError
+
+
+@dataclass(frozen=True)
+class SolverState:
+    """``iteration``: updates done. ``history``: float32, in Caffe's order. ``current_step``: steps of the rate."""
+
+    iteration: int
+    learned_net: str
+    history: list[np.ndarray]
+    current_step: int = 0
+
+
+def read_state(path: str | os.PathLike[str]) -> SolverState:
+    """Read a .solverstate. Raises StallscopeError for another kind of file and for damaged bytes."""
+    data = contents(path)
+    expect(path, "solverstate", data)
+    iteration = current_step = 0
+    learned_net = ""
+    history: list[np.ndarray] = []
+    try:
+        for number, kind, value in wire.fields(data):
+            if number == 1 and isinstance(value, int):
+                iteration = value
+            elif number == 4 and isinstance(value, int):
+                current_step = value
+            elif number == 2 and kind == wire.BYTES and isinstance(value, memoryview):
+                learned_net = bytes(value).decode("utf-8", "surrogateescape")
+            elif number == 3 and kind == wire.BYTES and isinstance(value, memoryview):
+                history.append(read_blob(value, f"history {len(history)}").array)
+    except WireError as error:
+        raise WireError(f"{path}: {error.what}", expected=error.expected, found=error.found, hint=error.hint) from error
+    return SolverState(iteration, learned_net, history, current_step)
+
+
+def write_state(path: str | os.PathLike[str], state: SolverState) -> None:
+    """Write a .solverstate that Caffe can read, atomically. Raises StallscopeError where that is not possible."""
+    learned_net = state.learned_net.encode("utf-8", "surrogateescape")
+    pieces: list[bytes | memoryview] = [wire.varint(1 << 3) + wire.varint(state.iteration)]
+    pieces += [wire.header(2, len(learned_net)), learned_net]
+    for array in state.history:
+        pieces += wire.message_pieces(3, wire.blob_pieces(array))
+    pieces.append(wire.varint(4 << 3) + wire.varint(state.current_step))
+    write_atomically(path, pieces)
+
+
+def find_weights(state_path: str | os.PathLike[str], state: SolverState) -> Path:
+    """The weights that belong to a state: beside it if they are there, else where the state says they were written.
+
+    Beside comes first because a folder that was copied or moved must resume from its own files, even while the
+    original still exists. Raises StallscopeError naming every place that was tried.
+    """
+    state_path = Path(state_path)
+    stored = Path(state.learned_net) if state.learned_net else None
+    candidates = [state_path.parent / stored.name] if stored else []
+    candidates += [state_path.with_suffix(".caffemodel")]
+    candidates += [stored] if stored else []
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise StallscopeError(
+        f"the weights that belong to {state_path} are gone",
+        expected=" or ".join(dict.fromkeys(str(candidate) for candidate in candidates)),
+        hint="put the .caffemodel of the same snapshot beside the .solverstate",
+    )
