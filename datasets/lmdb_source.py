@@ -1,0 +1,230 @@
+"""Records in an LMDB, read only: no lock file, one long-lived read transaction, addressed by place in key order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import lmdb
+
+from datasets import key_index, lmdb_env
+from datasets.errors import DatasetChanged, DatasetCorrupt, DatasetTruncated, NotADataset, SourceClosed
+from datasets.source import Record, Source, show_key
+
+_STRIDE = 8
+"""Every 8th key is kept: a look-up steps over at most 7 neighbours, which lie on the same or the next leaf page."""
+_SCAN_LIMIT = 1 << 18
+"""Up to so many records a dense-looking index is proved by a scan of the keys (well under a second)."""
+
+
+class LmdbSource(Source):
+    """An LMDB addressed by position in key order. Values are copied out: no view into the map leaves this class.
+
+    Parameters
+    ----------
+    path: folder that holds ``data.mdb``, or an LMDB in a single file.
+    db: named sub-database; None is the main one.
+    """
+
+    backend = "lmdb"
+
+    def __init__(self, path: str, db: str | None = None) -> None:
+        self.path = os.path.abspath(path)
+        self.db = db
+        self._closed = False
+        self._index: key_index.KeyIndex | None = None
+        self._records = -1
+        self._version: tuple[int, int] | None = None  # last transaction, bytes the database needs
+        self._drop()
+
+    def __len__(self) -> int:
+        if self._records < 0:
+            self._live()
+        return self._records
+
+    def key(self, index: int) -> bytes:
+        self._live()
+        index = self._check_index(index)
+        assert self._index is not None
+        key, steps = self._index.anchor(index)
+        return self._at(index)[0] if steps else key
+
+    def read(self, index: int) -> Record:
+        self._live()
+        index = self._check_index(index)
+        return Record(index, *self._at(index), self.name)
+
+    def read_many(self, indices: Iterable[int]) -> list[Record]:
+        self._live()
+        name = self.name
+        return [Record(index, *self._at(index), name) for index in map(self._check_index, indices)]
+
+    def identity(self) -> dict[str, Any]:
+        self._live()
+        assert self._version is not None
+        return {
+            "path": self.path,
+            "backend": self.backend,
+            "db": self.db,
+            "records": self._records,
+            "last_txnid": self._version[0],
+            "nbytes": self._version[1],
+        }
+
+    def close(self) -> None:
+        self._closed = True
+        env, pid = self._env, self._pid
+        self._drop()
+        if env is not None and pid == os.getpid():
+            lmdb_env.release(self.path, env)
+
+    def __del__(self) -> None:
+        if getattr(self, "_env", None) is not None:
+            self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        keep = ("path", "db", "_index", "_records", "_version")
+        return {name: getattr(self, name) for name in keep}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._closed = False
+        self._drop()
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _drop(self) -> None:
+        self._env: lmdb.Environment | None = None
+        self._txn: Any = None
+        self._cursor: Any = None
+        self._file = ""
+        self._position = -2  # record at which the cursor stands
+        self._pid = -1
+
+    def _live(self) -> None:
+        """Make sure that this process has it open and that nobody has written to it or cut it since."""
+        if self._closed:
+            raise SourceClosed(f"{self.name} was closed", hint="open it again with datasets.open_source")
+        if self._pid != os.getpid():
+            # First use, unpickled, or forked: handles of another process must not be used, not even to close them.
+            self._drop()
+            self._open()
+            return
+        assert self._env is not None
+        assert self._version is not None
+        last = self._env.info()["last_txnid"]
+        if last != self._version[0]:
+            raise self._changed(f"transaction {last}")
+        try:
+            have = os.stat(self._file).st_size
+        except FileNotFoundError:
+            return  # unlinked or replaced: the pages of the old file stay mapped, whole, as long as we hold them
+        if have < self._version[1]:
+            raise DatasetTruncated(
+                f"{self.name} became shorter while it was being read",
+                expected=f"{self._version[1]} bytes",
+                found=f"{have} bytes",
+                hint="something writes to or copies over the file: read a finished copy",
+            )
+
+    def _open(self) -> None:
+        env = lmdb_env.acquire(self.path, self.name)
+        try:
+            needed = lmdb_env.needed_bytes(env, self.path, self.db, self.name)
+            handle = self._open_db(env)
+            txn = env.begin(db=handle, buffers=False)
+            if handle.flags(txn)["dupsort"]:
+                raise NotADataset(f"{self.name} holds several values per key", expected="one record per key")
+            version = (txn.id(), needed)
+            if self._version is not None and version[0] != self._version[0]:
+                raise self._changed(f"transaction {version[0]}")
+            records = txn.stat(handle)["entries"]
+            cursor = txn.cursor()
+            if self._index is None:
+                self._index = self._make_index(cursor, records)
+        except lmdb.Error as error:
+            lmdb_env.release(self.path, env)
+            raise self._corrupt("cannot be read", error) from error
+        except BaseException:
+            lmdb_env.release(self.path, env)
+            raise
+        self._version, self._records = version, records
+        self._file = lmdb_env.data_file(self.path)
+        self._env, self._txn, self._cursor, self._pid = env, txn, cursor, os.getpid()
+        self._position = -2
+
+    def _open_db(self, env: lmdb.Environment) -> Any:
+        if self.db is None:
+            return env.open_db(None, create=False)
+        try:
+            return env.open_db(self.db.encode(), create=False)
+        except (lmdb.NotFoundError, lmdb.IncompatibleError) as error:
+            with env.begin() as txn:
+                names = [show_key(key) for key in islice(txn.cursor().iternext(values=False), 8)]
+            raise NotADataset(
+                f"{self.path} holds no database named '{self.db}'",
+                expected="the name of a sub-database",
+                found="keys of the main database: " + (", ".join(names) or "none"),
+            ) from error
+
+    def _make_index(self, cursor: Any, records: int) -> key_index.KeyIndex:
+        if records > _SCAN_LIMIT and cursor.first():
+            first = cursor.key()
+            cursor.last()
+            dense = key_index.dense_by_ends(first, cursor.key(), records)
+            if dense is not None:
+                return dense
+        cursor.first()
+        return key_index.build(cursor.iternext(keys=True, values=False), _STRIDE)
+
+    def _at(self, index: int) -> tuple[bytes, bytes]:
+        """Key and value of a record that exists."""
+        assert self._index is not None
+        try:
+            if isinstance(self._index, key_index.DenseKeys):
+                key, _ = self._index.anchor(index)
+                value = self._txn.get(key)
+                if value is None:
+                    raise DatasetCorrupt(
+                        f"{self.name}: the keys look like the numbers {show_key(self._index.anchor(0)[0])} and up, "
+                        f"but {show_key(key)} is missing",
+                        hint="copy the records to a new database under keys without gaps",
+                    )
+                return key, value
+            cursor = self._cursor
+            if index == self._position + 1:
+                found = cursor.next()
+            else:
+                key, steps = self._index.anchor(index)
+                found = cursor.set_key(key)
+                while found and steps:
+                    found = cursor.next()
+                    steps -= 1
+            self._position = index if found else -2
+            if not found:
+                raise DatasetCorrupt(
+                    f"{self.name} ends before record {index}", expected=f"{self._records} records by its own count"
+                )
+            return cursor.key(), cursor.value()
+        except lmdb.Error as error:
+            self._position = -2
+            raise self._corrupt(f"cannot be read at record {index}", error) from error
+
+    def _changed(self, found: str) -> DatasetChanged:
+        assert self._version is not None
+        return DatasetChanged(
+            f"{self.name} was written to while it was in use",
+            expected=f"transaction {self._version[0]}",
+            found=found,
+            hint="let the writer finish, then start again",
+        )
+
+    def _corrupt(self, what: str, error: Exception) -> DatasetCorrupt:
+        return DatasetCorrupt(
+            f"{self.name} {what}",
+            expected="an intact LMDB",
+            found=str(error),
+            hint="copy it again from where it was made, and compare checksums",
+        )

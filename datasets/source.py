@@ -1,0 +1,236 @@
+"""One way to read records, whatever stores them: ``open_source(path)`` finds out what lies there.
+
+A source is addressed by position in the byte order of its keys: 0 .. len - 1. It opens lazily in the process that
+reads: pickling it drops every handle, and a copy in another process (spawned or forked) opens for itself.
+Nothing here ever creates, locks or writes anything in a data set's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from datasets.errors import ManifestMismatch, SourceError, WrongBackend
+from datasets.sniff import sniff
+from profiler.errors import StallscopeError, UsageError
+
+BACKENDS = ("lmdb", "leveldb")
+MEMORY_PREFIX = "memory:"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One stored record. ``str(record)`` names it for an error: position, key, data set.
+
+    Attributes
+    ----------
+    index: position in the byte order of the keys.
+    key, value: the stored bytes, copied out of the database.
+    source: what it was read from, as text.
+    """
+
+    index: int
+    key: bytes
+    value: bytes = field(repr=False)
+    source: str = ""
+
+    def __str__(self) -> str:
+        return describe_record(self.source, self.index, self.key)
+
+
+def describe_record(source: str, index: int, key: bytes) -> str:
+    """The words by which every error of this package names a record."""
+    return f"record {index} (key {show_key(key)}) of {source}"
+
+
+def show_key(key: bytes) -> str:
+    """A key as text in quotes; bytes that are no UTF-8 are escaped, long keys are cut."""
+    text = key[:120].decode("utf-8", "backslashreplace")
+    return repr(text) + ("…" if len(key) > 120 else "")
+
+
+class Source(ABC):
+    """Records at rest. One thread at a time; any number of processes, each with its own copy.
+
+    Attributes
+    ----------
+    path: absolute path of the database (folder or file), or the ``memory:`` specification.
+    backend: ``lmdb``, ``leveldb`` or ``memory``.
+    db: name of the sub-database, LMDB only.
+    """
+
+    path: str
+    backend: str
+    db: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Kind and path, as errors show them."""
+        kind = {"lmdb": "LMDB ", "leveldb": "LevelDB "}.get(self.backend, "")
+        return f"{kind}{self.path}" + (f" (database '{self.db}')" if self.db is not None else "")
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of records."""
+
+    @abstractmethod
+    def key(self, index: int) -> bytes:
+        """The key of record ``index``; keys ascend in byte order."""
+
+    @abstractmethod
+    def read(self, index: int) -> Record:
+        """Record ``index``, copied out of the database."""
+
+    def read_many(self, indices: Iterable[int]) -> list[Record]:
+        """The records of ``indices``, in that order; an index may come several times."""
+        return [self.read(int(index)) for index in indices]
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """path, backend, records, and what changes when the content changes; plain JSON values."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back every handle. Idempotent. A pickled copy of a closed source opens anew."""
+
+    def describe(self, index: int) -> str:
+        """Names record ``index`` for an error, with its key where the key can be read."""
+        try:
+            key = self.key(index)
+        except (StallscopeError, IndexError):
+            return f"record {index} of {self.name}"
+        return describe_record(self.name, index, key)
+
+    def _check_index(self, index: int) -> int:
+        index = int(index)
+        records = len(self)
+        if not 0 <= index < records:
+            raise IndexError(f"{self.name} has records 0..{records - 1}, not {index}")
+        return index
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
+
+def open_source(path: str | os.PathLike[str], *, backend: str | None = None, db: str | None = None) -> Source:
+    """Open a data set of records for reading.
+
+    Parameters
+    ----------
+    path: folder of an LMDB or LevelDB, an LMDB in a single file, the path of a ``data.mdb``, or a specification that
+        begins with ``memory:`` (see :mod:`datasets.memory_source`).
+    backend: ``lmdb`` or ``leveldb``, in either case of letters. Left out, what lies there decides. Named and wrong,
+        it is refused.
+    db: a named sub-database; LMDB only.
+
+    Raises
+    ------
+    EmptyPath, SourceMissing, EmptyFolder, NotADataset, CurrentMissing, WrongBackend: what lies at the path.
+    DatasetTruncated, DatasetCorrupt: the database is there and damaged.
+    ManifestMismatch: a manifest beside the data set says something else.
+    """
+    text = os.fspath(path)
+    wanted = _checked_backend(backend)
+    if text.startswith(MEMORY_PREFIX):
+        from datasets.memory_source import open_memory
+
+        if wanted or db is not None:
+            raise UsageError(f"'{text}' lies in memory: it has neither a backend nor a named database")
+        return open_memory(text)
+    place, found = sniff(text, wanted)
+    if wanted and wanted != found:
+        raise WrongBackend(
+            f"{place}: the folder holds {found.upper()}, the configuration says {wanted.upper()}",
+            expected=f"backend {found.upper()}, or none: then what lies there decides",
+            found=f"backend {wanted.upper()}",
+            hint="leave the backend out (Caffe's own default is LEVELDB), or check the path",
+        )
+    source: Source
+    if found == "lmdb":
+        from datasets.lmdb_source import LmdbSource
+
+        source = LmdbSource(place, db=db)
+    else:
+        from datasets.leveldb_source import LevelDbSource
+
+        if db is not None:
+            raise UsageError(f"{place} is a LevelDB, which has no named databases", found=f"db '{db}'")
+        source = LevelDbSource(place)
+    try:
+        _check_manifest(source)
+    except BaseException:
+        source.close()
+        raise
+    return source
+
+
+def _checked_backend(backend: str | None) -> str | None:
+    if backend is None:
+        return None
+    if backend.lower() not in BACKENDS:
+        raise UsageError("unknown database backend", expected=" or ".join(BACKENDS), found=backend)
+    return backend.lower()
+
+
+def manifest_path(path: str | os.PathLike[str]) -> Path:
+    """Where the manifest of a database lies: beside its folder or file, never inside it."""
+    place = os.path.abspath(os.fspath(path))
+    if os.path.basename(place) == "data.mdb":
+        place = os.path.dirname(place)
+    return Path(place + ".manifest.json")
+
+
+def _check_manifest(source: Source) -> None:
+    place = manifest_path(source.path)
+    try:
+        text = place.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        # No manifest: nothing to compare, but a damaged database shall fail here and not in the middle of a run.
+        len(source)
+        return
+    except OSError as error:
+        raise SourceError(f"the manifest {place} cannot be read: {error.strerror}") from error
+    try:
+        document = json.loads(text)
+        expected = int(document["records"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ManifestMismatch(
+            f"{place} is not a manifest of a data set",
+            expected="JSON with 'records'",
+            found=str(error),
+            hint="make it again by converting again, or remove it to read the data set unchecked",
+        ) from error
+    if source.db is not None:
+        return  # the manifest speaks of the unnamed database
+    if len(source) != expected:
+        raise ManifestMismatch(
+            f"{source.name} does not hold what its manifest {place.name} says",
+            expected=f"{expected} records",
+            found=f"{len(source)} records",
+            hint="the conversion or a copy was interrupted (a cut write-ahead log loses records silently): convert or "
+            "copy again, or remove the manifest to read what is there",
+        )
+    for position, field_name in ((0, "first_key"), (-1, "last_key")):
+        told = document.get(field_name)
+        if expected and isinstance(told, str):
+            key = source.key(position % expected)
+            if key.decode("utf-8", "backslashreplace") != told:
+                raise ManifestMismatch(
+                    f"{source.name} does not hold what its manifest {place.name} says",
+                    expected=f"{field_name} {told!r}",
+                    found=show_key(key),
+                )
