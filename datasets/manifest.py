@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from datasets.source import ManifestMismatch, Source, manifest_path
+from datasets.errors import ManifestMismatch
+from datasets.source import Source, manifest_path
 from profiler.errors import StallscopeError
 
 SCHEMA = 1
@@ -150,7 +151,7 @@ def remove_manifest(path: str | os.PathLike[str]) -> None:
 def read_manifest(path: str | os.PathLike[str]) -> Manifest | None:
     """The manifest of the database at ``path``, or None where there is none.
 
-    Raises :class:`datasets.source.ManifestMismatch` for a file that is no manifest or of a newer schema.
+    Raises :class:`datasets.errors.ManifestMismatch` for a file that is no manifest or of a newer schema.
     """
     place = manifest_path(path)
     try:
@@ -191,7 +192,7 @@ def read_checksums(path: str | os.PathLike[str]) -> NDArray[np.uint32] | None:
 def damaged(source: Source) -> Iterator[int]:
     """Positions of the records whose bytes are not those that were written. Reads the whole data set.
 
-    Raises :class:`datasets.source.ManifestMismatch` where there are no checksums, or not one for each record.
+    Raises :class:`datasets.errors.ManifestMismatch` where there are no checksums, or not one for each record.
     """
     crcs = read_checksums(source.path)
     if crcs is None or len(crcs) != len(source):
