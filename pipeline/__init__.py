@@ -1,1 +1,29 @@
-"""Stallscope: pipeline (see docs/design.md)."""
+"""Records in motion: the feed and its workers, the training loop, and the job round it.
+
+``pipeline.Feed(config)`` iterates over batches; ``pipeline.load(path, flags)`` reads a configuration. Both load when
+they are first used: importing this package imports neither Ray nor a database library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.config import Config
+    from pipeline.feed import Batch, Feed
+    from pipeline.settings import load
+
+__all__ = ["Batch", "Config", "Feed", "load"]
+
+_HOME = {"Batch": "pipeline.feed", "Config": "pipeline.config", "Feed": "pipeline.feed", "load": "pipeline.settings"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

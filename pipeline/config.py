@@ -121,7 +121,7 @@ class RunConfig(_Model):
 class ProfileConfig(_Model):
     detail: Literal["off", "steps", "full"] = _choice("full", "off, steps or full")
     fingerprints: Literal["off", "step", "layer"] = _choice("step", "off, step or layer")
-    samplers_hz: float = _number(10.0, 0, 1000, "samples of host and device a second, 0 for none")
+    samplers_hz: float = _number(10.0, 0, 100, "samples of host and device a second, 0 for none")
 
 
 class Config(_Model):
