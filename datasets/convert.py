@@ -116,8 +116,9 @@ def _in_order(order: Order) -> Iterator[tuple[int, int]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    inputs = _open(arguments)
     out = Path(arguments.out)
+    writer.check_target(out, arguments.force)  # before a large source is read
+    inputs = _open(arguments)
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
