@@ -209,11 +209,14 @@ def read_blob(message: memoryview, where: str) -> StoredBlob:
     return StoredBlob(numbers.reshape(dims), legacy=shape is None)
 
 
-def copy_weights(net: Any, path: str | os.PathLike[str], *, reshape: bool = False) -> CopyReport:
+def copy_weights(
+    net: Any, path: str | os.PathLike[str], *, reshape: bool = False, complete: bool = False
+) -> CopyReport:
     """Copy parameters into ``net`` by layer name (Caffe's rule); nothing is changed unless everything fits.
 
     Old four-axis blobs fit when leading axes of 1 are all that differs. ``reshape`` also accepts another shape with the
-    same number of values. Raises StallscopeError listing every mismatch, or where no layer of the file is in the net.
+    same number of values; ``complete`` refuses a file that leaves layers at their initial values, as a resume must.
+    Raises StallscopeError listing every mismatch, or where no layer of the file is in the net.
     """
     stored = read_layers(path)
     report = CopyReport()
@@ -240,6 +243,8 @@ def copy_weights(net: Any, path: str | os.PathLike[str], *, reshape: bool = Fals
             else:
                 problems.append(f"{layer.name}.{index}: {want} in the net, {have} in the file (another size)")
     report.at_init = [name for name, blobs in net.params.items() if blobs and name not in set(report.copied)]
+    if complete:
+        problems += [f"{name}: not in the file" for name in report.at_init]
     if problems:
         same_size = all(problem.endswith("(same size)") for problem in problems)
         raise StallscopeError(

@@ -46,7 +46,7 @@ class PinnedRanges:
         return sum(end - start for start, (end, _) in self._held.items())
 
     def register(self, memory: Any) -> bool:
-        """Pin a writable buffer. True if it is pinned now, False (and a RuntimeWarning saying why) if it stays pageable.
+        """Pin a writable buffer. True if it is pinned now, False (and a RuntimeWarning with the reason) if not.
 
         Asking again for a range, or for a part of one, counts: it is unpinned when every asker has unregistered it.
         """
