@@ -96,6 +96,8 @@ class Span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self.t0_ns:
+            return
         t1 = _now()
         recorder = self._recorder
         cpu = runq = inblock = MISSING
@@ -113,6 +115,11 @@ class Span:
             runq_ns=runq, inblock=inblock, items=self.items, nbytes=self.nbytes, flags=self.flags,
         )  # fmt: skip
         recorder._overhead_ns += _now() - t1
+
+    def drop(self) -> None:
+        """Forget a span that has begun: its end records nothing."""
+        self._recorder._open.pop(id(self), None)
+        self.t0_ns = 0
 
     def _so_far(self, now: int, actor: int) -> tuple[int, ...]:
         """The row of a span still in progress; called from the flush thread, so CPU time comes from the scheduler."""
@@ -433,6 +440,9 @@ class Recorder:
 
 class _NullSpan(Span):
     __slots__ = ()
+
+    def drop(self) -> None:
+        return None
 
     def __enter__(self) -> Span:
         return self

@@ -46,7 +46,7 @@ class Sampler:
     Metrics of the host (pid 0): ``cpu_share`` (0..1 of all CPUs), ``gpu<i>.*`` (see :func:`profiler.gpus.sample`) and,
     twice a second, ``memory_available``, ``cgroup_memory_used``, ``disk_read_bytes``, ``disk_write_bytes`` (bytes; disk
     since boot), ``psi_{cpu,io,memory}_{some,full}`` and ``throttled_share`` (share of the time since the last reading
-    in which tasks were held up). Metrics of a process: ``cpu_cores`` (CPU seconds per second), ``rss``, ``pss`` (bytes),
+    in which tasks were held up). Metrics of a process: ``cpu_cores`` (CPU s per s), ``rss``, ``pss`` (bytes),
     ``threads``. A metric without a reading is absent, and ``problems`` says why.
     """
 
