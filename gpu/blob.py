@@ -1,0 +1,84 @@
+"""A blob: one named float32 array and the gradient that belongs to it, on whichever device the net lives."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from profiler.errors import StallscopeError
+
+
+class Blob:
+    """Values and gradient of one shape.
+
+    ``data`` and ``diff`` are NumPy float32 arrays. On a host backend they are the live arrays, so writing into them
+    works as in pycaffe; on a device they are read-only copies, and assigning (``blob.data = x``) sends a new value.
+    ``device_data`` and ``device_diff`` are the live arrays of the backend, for code that computes.
+
+    The gradient is made when it is first asked for; a net asks at construction where it will need it.
+    """
+
+    __slots__ = ("_data", "_diff", "shape", "xp")
+
+    def __init__(self, shape: tuple[int, ...], xp: ModuleType = np, data: Any = None, diff: Any = None) -> None:
+        self.shape = shape
+        self.xp = xp
+        self._data = xp.zeros(shape, np.float32) if data is None else data
+        self._diff = diff
+
+    @property
+    def device_data(self) -> Any:
+        """The live values: an array of the backend."""
+        return self._data
+
+    @property
+    def device_diff(self) -> Any:
+        """The live gradient: an array of the backend, zero until something was written."""
+        if self._diff is None:
+            self._diff = self.xp.zeros(self.shape, np.float32)
+        return self._diff
+
+    @property
+    def data(self) -> np.ndarray:
+        """Values, float32, ``shape``."""
+        return self._host(self._data)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        self._assign(self._data, value)
+
+    @property
+    def diff(self) -> np.ndarray:
+        """Gradient of the loss with respect to ``data``, float32, ``shape``."""
+        return self._host(self.device_diff)
+
+    @diff.setter
+    def diff(self, value: Any) -> None:
+        self._assign(self.device_diff, value)
+
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    def _host(self, array: Any) -> np.ndarray:
+        if isinstance(array, np.ndarray):
+            return array
+        copy: np.ndarray = self.xp.asnumpy(array)
+        copy.flags.writeable = False  # a write would be lost without a word
+        return copy
+
+    def _assign(self, target: Any, value: Any) -> None:
+        value = value if hasattr(value, "shape") else np.asarray(value, np.float32)
+        if tuple(value.shape) != self.shape:
+            raise StallscopeError("an array does not fit its blob", expected=self.shape, found=tuple(value.shape))
+        if isinstance(target, np.ndarray):
+            np.copyto(target, value, casting="unsafe")
+        else:
+            target[...] = self.xp.asarray(value, np.float32)
+
+    def __repr__(self) -> str:
+        return f"Blob(shape={self.shape})"

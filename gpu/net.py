@@ -1,0 +1,377 @@
+"""A net: Caffe prototxt in, forward and backward passes out, with the feel of pycaffe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpu.backend import Backend, select_backend
+from gpu.blob import Blob
+from gpu.fillers import fill
+from gpu.layers import registry
+from gpu.layers.base import Array, Context, Layer, Scratch, Shape
+from gpu.prototxt import DataLayer, PrototxtError, data_layer, filter_net, load_net
+from gpu.wiring import Graph, Node, wire
+from profiler.errors import StallscopeError, UsageError
+
+_COMPILED = ("numpy", "emulated")
+"""Backends whose arrays the numba kernels can work on."""
+
+
+@dataclass(frozen=True)
+class Param:
+    """One learnable array, once even where layers share it. ``name``: its owner, as ``layer.index``."""
+
+    blob: Blob
+    lr_mult: float
+    decay_mult: float
+    name: str
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """What copying weights did: layers ``copied``, layers of the file ``ignored``, layers of the net ``left`` as is."""
+
+    copied: tuple[str, ...]
+    ignored: tuple[str, ...]
+    left: tuple[str, ...]
+
+
+@dataclass
+class _Step:
+    """A layer with the arrays it works on in backward."""
+
+    layer: Layer
+    bottoms: list[Array]
+    tops: list[Array]
+    top_diffs: list[Array]
+    bottom_diffs: list[Array | None]
+    sums: list[tuple[Array, Array]]
+    param_diffs: list[Array | None]
+    param_sums: list[tuple[Array, Array]]
+
+
+class Net:
+    """The layers of one phase, built, allocated and filled.
+
+    Parameters
+    ----------
+    prototxt: path or text, V1 or current format.
+    phase: TRAIN or TEST.
+    weights: a ``.caffemodel`` to copy from after initialisation.
+    stages, level: what the layers' include and exclude rules are compared with.
+    backend: a Backend or its name; NumPy where left out.
+    input_shapes: shapes by blob name, for data layers (needed) and Input layers (instead of the text's). A label's
+        shape may be left out: one per image.
+    seed: of initial values and dropout masks; 0 where left out.
+
+    Attributes
+    ----------
+    blobs: Blob by name. params: list of Blob by layer name. layers: the layers, in order. learnable: list of Param.
+    inputs, outputs: blob names. data_layers: what ``Data`` layers ask of the feed.
+    iteration: counter of dropout masks; every forward pass in TRAIN takes one, and a solver may set it.
+
+    Blobs keep what was written last; where layers work in place, ``diff`` may be the gradient before the last of them.
+    Raises PrototxtError, LayerError, FillerError, UsageError, all of them StallscopeError.
+    """
+
+    def __init__(
+        self,
+        prototxt: str | Path,
+        phase: str = "TEST",
+        weights: str | Path | None = None,
+        stages: Sequence[str] = (),
+        *,
+        level: int = 0,
+        backend: Backend | str | None = None,
+        input_shapes: Mapping[str, Sequence[int]] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        message = load_net(prototxt)
+        filtered = filter_net(message, phase, tuple(stages), level)
+        _check_types(filtered.net)
+        self.name: str = message.name
+        self.phase = phase
+        self.backend = select_backend("numpy" if backend is None else backend)
+        self.xp = self.backend.xp
+        asked = {name: tuple(int(size) for size in shape) for name, shape in (input_shapes or {}).items()}
+        self._context = Context(
+            phase=phase,
+            xp=self.xp,
+            compiled=self.backend.name in _COMPILED,
+            seed=seed or 0,
+            scratch=Scratch(self.xp),
+            input_shapes=asked,
+        )
+        self._graph = wire(filtered, lambda spec: registry()[spec.type](spec, self._context))
+        self.inputs, self.outputs = self._graph.inputs, self._graph.outputs
+        unknown = sorted(set(asked) - set(self.inputs))
+        if unknown:
+            raise UsageError("input_shapes names blobs that are no inputs", expected=self.inputs, found=unknown)
+        self.layers = [node.layer for node in self._graph.nodes]
+        self.data_layers: list[DataLayer] = [
+            data_layer(layer.spec, phase) for layer in self.layers if layer.type == "Data"
+        ]
+        self._homes = {node_top.home: Blob(node_top.shape, self.xp) for node_top in _tops(self._graph)}
+        self.blobs = {name: self._homes[value.home] for name, value in self._graph.latest.items()}
+        self.learnable = self._make_params()
+        self.params = {layer.name: layer.blobs for layer in self.layers if layer.blobs}
+        for layer in self.layers:
+            layer.allocate()
+        self._forward = [(node.layer, self._data(node.bottoms), self._data(node.tops)) for node in self._graph.nodes]
+        self._losses = [(self._homes[top.home], top.loss_weight) for top in _tops(self._graph) if top.loss_weight]
+        self._steps: list[_Step] | None = None
+        if phase == "TRAIN" or message.force_backward:
+            self._plan_backward()
+        if weights is not None:
+            self.copy_from(weights)
+
+    @property
+    def iteration(self) -> int:
+        """Number of the next forward pass, as the random masks count it."""
+        return self._context.iteration
+
+    @iteration.setter
+    def iteration(self, value: int) -> None:
+        self._context.iteration = value
+
+    @property
+    def loss(self) -> float:
+        """The weighted sum of all losses of the last forward pass."""
+        return float(sum(weight * float(blob.device_data.sum()) for blob, weight in self._losses))
+
+    def forward(self, **inputs: Any) -> dict[str, np.ndarray]:
+        """Set the given inputs, run all layers, and return copies of the outputs (float32, by blob name)."""
+        self.forward_only(**inputs)
+        return {name: self.backend.to_numpy(self.blobs[name].device_data).copy() for name in self.outputs}
+
+    def forward_only(self, **inputs: Any) -> None:
+        """:meth:`forward` without copying the outputs, for loops that look at some of them, or at ``loss``."""
+        for name, value in inputs.items():
+            if name not in self.inputs:
+                raise UsageError(f"net has no input {name!r}", expected=self.inputs, found=name)
+            self._set(name, value)
+        for layer, bottoms, tops in self._forward:
+            layer.forward(bottoms, tops)
+        if self.phase == "TRAIN":
+            self._context.iteration += 1
+
+    def backward(self, **top_diffs: Any) -> dict[str, np.ndarray]:
+        """Run all layers backward after a forward pass; returns copies of the inputs' gradients, where there are any.
+
+        Losses start from their weight, other outputs from the gradient given here or left in their blob. Gradients of
+        parameters are *added* to ``params[layer][i].diff`` (see :meth:`clear_param_diffs`), as in Caffe.
+        """
+        self.backward_only(**top_diffs)
+        gradients = {}
+        for name in self.inputs:
+            value = self._graph.latest[name]
+            if value.gradient:
+                gradients[name] = self.backend.to_numpy(self.blobs[name].device_diff).copy()
+        return gradients
+
+    def backward_only(self, **top_diffs: Any) -> None:
+        """:meth:`backward` without copying the inputs' gradients."""
+        steps = self._steps if self._steps is not None else self._plan_backward()
+        if not steps:
+            raise UsageError(
+                "this net has no backward pass",
+                found="no loss and nothing to learn",
+                hint="force_backward: true in the prototxt gives every blob a gradient",
+            )
+        for blob, weight in self._losses:
+            blob.device_diff[...] = weight
+        for value in self._graph.zeroed:
+            self._homes[value.home].device_diff[...] = 0
+        for name, diff in top_diffs.items():
+            if name not in self.outputs:
+                raise UsageError(f"net has no output {name!r}", expected=self.outputs, found=name)
+            self._set(name, diff, gradient=True)
+        for step in steps:
+            step.layer.backward(step.bottoms, step.tops, step.top_diffs, step.bottom_diffs, step.param_diffs)
+            for total, part in step.sums:
+                total += part
+            for total, part in step.param_sums:
+                total += part
+
+    def clear_param_diffs(self) -> None:
+        """Set the gradients of all parameters to 0."""
+        for param in self.learnable:
+            param.blob.device_diff[...] = 0
+
+    def copy_from(self, source: str | Path | Mapping[str, Sequence[np.ndarray]]) -> CopyReport:
+        """Copy weights by layer name from a ``.caffemodel`` (or a mapping of arrays).
+
+        Old four-axis shapes with leading ones are accepted. Nothing is copied unless everything fits: raises
+        StallscopeError with all mismatches, and where no name agrees.
+        """
+        if isinstance(source, Mapping):
+            stored, where = source, "the given weights"
+        else:
+            from gpu.caffemodel import read_weights
+
+            stored, where = read_weights(source), str(source)
+        pairs: list[tuple[Blob, np.ndarray]] = []
+        problems = []
+        names = [name for name in self.params if stored.get(name)]
+        for name in names:
+            arrays, blobs = stored[name], self.params[name]
+            if len(arrays) != len(blobs):
+                problems.append(f"{name}: {len(arrays)} blobs in the file, {len(blobs)} in the net")
+                continue
+            for i, (array, blob) in enumerate(zip(arrays, blobs, strict=True)):
+                if not _fits(array.shape, blob.shape):
+                    kind = "same count, other shape" if array.size == blob.count else "other size"
+                    problems.append(f"{name}.{i}: {array.shape} in the file, {blob.shape} in the net ({kind})")
+                else:
+                    pairs.append((blob, array.reshape(blob.shape)))
+        if problems:
+            raise StallscopeError(
+                f"weights from {where} do not fit the net",
+                found="; ".join(problems),
+                hint="rename a layer that is meant to start anew",
+            )
+        if not names:
+            raise StallscopeError(
+                f"no layer of {where} has the name of a layer with parameters of the net",
+                expected=", ".join(self.params),
+                found=", ".join(stored) or "no layers",
+            )
+        for blob, array in pairs:
+            blob.data = array
+        return CopyReport(
+            tuple(names),
+            tuple(name for name, arrays in stored.items() if len(arrays) and name not in self.params),
+            tuple(name for name in self.params if name not in names),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the weights as a ``.caffemodel``."""
+        from gpu.caffemodel import write_weights
+
+        write_weights(path, self)
+
+    def _set(self, name: str, value: Any, gradient: bool = False) -> None:
+        blob = self.blobs[name]
+        try:
+            if gradient:
+                blob.diff = value
+            else:
+                blob.data = value
+        except StallscopeError as error:
+            raise UsageError(
+                f"an array does not fit blob {name!r}", expected=error.expected, found=error.found
+            ) from error
+
+    def _data(self, values: Sequence[Any]) -> list[Array]:
+        return [self._homes[value.home].device_data for value in values]
+
+    def _make_params(self) -> list[Param]:
+        """Give every layer its parameters, shared ones by name; returns each once."""
+        owners: dict[str, int] = {}
+        made: list[list[Any]] = []  # blob, lr_mult or None, decay_mult or None, name
+        for node in self._graph.nodes:
+            layer, specs = node.layer, node.layer.spec.param
+            for i, wanted in enumerate(layer.param_shapes):
+                spec = specs[i] if i < len(specs) else None
+                lr = spec.lr_mult if spec is not None and spec.HasField("lr_mult") else None
+                decay = spec.decay_mult if spec is not None and spec.HasField("decay_mult") else None
+                if not layer.learned:
+                    lr = decay = 0.0
+                if spec is not None and spec.name in owners:
+                    row = made[owners[spec.name]]
+                    layer.blobs.append(_shared(layer, i, spec, wanted.shape, row[0], row[3]))
+                    for column, value, field in ((1, lr, "lr_mult"), (2, decay, "decay_mult")):
+                        if value is not None and row[column] not in (None, value):
+                            raise layer.error(
+                                f"shared parameter {spec.name!r} has two values of {field}",
+                                expected=f"{row[column]}, as in {row[3]}",
+                                found=value,
+                            )
+                        row[column] = value if row[column] is None else row[column]
+                    continue
+                blob = Blob(wanted.shape, self.xp)
+                blob.data = fill(wanted.filler, wanted.shape, self._context.seed, f"{layer.name}/{i}")
+                layer.blobs.append(blob)
+                if spec is not None and spec.name:
+                    owners[spec.name] = len(made)
+                made.append([blob, lr, decay, f"{layer.name}.{i}"])
+        return [
+            Param(blob, 1.0 if lr is None else lr, 1.0 if decay is None else decay, name)
+            for blob, lr, decay, name in made
+        ]
+
+    def _plan_backward(self) -> list[_Step]:
+        """Make the gradients, the work space for sums, and the list of what backward will do."""
+        adding, params = Scratch(self.xp), Scratch(self.xp)
+        nodes = [node for node in reversed(self._graph.nodes) if node.backward]
+        for node in nodes:
+            adding.reserve(*[bottom.shape for bottom, adds in zip(node.bottoms, node.adds, strict=True) if adds])
+            params.reserve(*[blob.shape for blob in node.layer.blobs])
+        self._steps = [self._step(node, adding, params) for node in nodes]
+        return self._steps
+
+    def _step(self, node: Node, adding: Scratch, params: Scratch) -> _Step:
+        parts = iter(adding.arrays(*[b.shape for b, adds in zip(node.bottoms, node.adds, strict=True) if adds]))
+        bottom_diffs: list[Array | None] = []
+        sums = []
+        for bottom, propagates, adds in zip(node.bottoms, node.propagate, node.adds, strict=True):
+            diff = self._homes[bottom.home].device_diff if propagates else None
+            if adds:
+                part = next(parts)
+                sums.append((diff, part))
+                diff = part
+            bottom_diffs.append(diff)
+        spaces = params.arrays(*[blob.shape for blob in node.layer.blobs])
+        wanted = list(zip(node.layer.blobs, spaces, node.param_gradients, strict=True))
+        return _Step(
+            node.layer,
+            self._data(node.bottoms),
+            self._data(node.tops),
+            [self._homes[top.home].device_diff for top in node.tops],
+            bottom_diffs,
+            sums,
+            [space if wants else None for _, space, wants in wanted],
+            [(blob.device_diff, space) for blob, space, wants in wanted if wants],
+        )
+
+
+def _tops(graph: Graph) -> list[Any]:
+    return [top for node in graph.nodes for top in node.tops]
+
+
+def _check_types(net: Any) -> None:
+    """Refuse all layers of unsupported types at once, before anything is built."""
+    known = registry()
+    missing = [f"{layer.name!r} ({layer.type or 'no type'})" for layer in net.layer if layer.type not in known]
+    if missing:
+        raise PrototxtError(
+            f"the net has {len(missing)} layer(s) of unsupported type",
+            expected=f"one of {', '.join(sorted(known))}",
+            found=", ".join(missing),
+        )
+
+
+def _shared(layer: Layer, index: int, spec: Any, shape: Shape, blob: Blob, owner: str) -> Blob:
+    """The blob of a shared parameter as its second layer sees it."""
+    if blob.shape == shape:
+        return blob
+    permissive = spec.share_mode == 1
+    if not permissive or blob.count != int(np.prod(shape)):
+        raise layer.error(
+            f"shared parameter {spec.name!r} (index {index}) does not have the shape of its owner",
+            expected=f"{blob.shape}, as in {owner}" + (" (or as many values)" if permissive else ""),
+            found=shape,
+        )
+    return Blob(shape, blob.xp, blob.device_data.reshape(shape), blob.device_diff.reshape(shape))
+
+
+def _fits(stored: Shape, wanted: Shape) -> bool:
+    """Equal, or an old four-axis shape that only has ones in front."""
+    missing = len(stored) - len(wanted)
+    old = len(stored) == 4 and missing > 0 and all(size == 1 for size in stored[:missing])
+    return tuple(stored) == tuple(wanted) or (old and tuple(stored[missing:]) == tuple(wanted))

@@ -1,0 +1,240 @@
+"""Net prototxt to one checked, current-format message: parse, upgrade, keep the layers of one phase.
+
+The wiring of blobs is not looked at here (that is :mod:`gpu.wiring`); what is settled here is which layers there are,
+and why the others are not.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+
+from datasets import caffe_pb2
+from gpu.upgrade import upgrade
+from profiler.errors import StallscopeError, UsageError
+
+PHASES = ("TRAIN", "TEST")
+_UNKNOWN = re.compile(r'Message type "caffe\.(\w+)" has no field named "(\w+)"')
+_MAX_UNKNOWN = 50
+
+
+class PrototxtError(StallscopeError):
+    """A prototxt that cannot be read, or says something that cannot be followed."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """``transform_param`` of a data layer; None stands for a field that the text does not mention."""
+
+    scale: float | None = None
+    mirror: bool | None = None
+    crop: int | None = None
+    mean_file: str | None = None
+    mean_value: tuple[float, ...] | None = None
+    force_color: bool | None = None
+    force_gray: bool | None = None
+
+
+@dataclass(frozen=True)
+class DataLayer:
+    """What a ``Data`` layer asks of the feed; None stands for a field that the text does not mention.
+
+    ``backend``: LMDB or LEVELDB, and None where the text is silent: then the folder decides, not Caffe's default.
+    ``unused``: fields given in the text that have no effect here (``rand_skip``, ``prefetch`` ...), to be warned about.
+    """
+
+    name: str
+    phase: str
+    tops: tuple[str, ...]
+    source: str | None
+    batch: int | None
+    backend: str | None
+    transform: Transform
+    unused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FilteredNet:
+    """``net``: the layers that take part in this phase. ``excluded``: (layer, tops, reason) of the others."""
+
+    net: Any
+    phase: str
+    excluded: tuple[tuple[str, tuple[str, ...], str], ...]
+
+
+def read_message(source: str | Path, message: Any) -> str:
+    """Parse a prototxt (a path, or the text itself) into ``message``; returns the name to use in errors.
+
+    A string that contains a line break or a brace is taken for text. All unknown fields are reported at once.
+    Raises PrototxtError.
+    """
+    text, where = _text(source)
+    unknown: list[str] = []
+    while True:
+        message.Clear()
+        try:
+            text_format.Parse(text, message)
+        except text_format.ParseError as error:
+            line, column = error.GetLine() or 1, error.GetColumn() or 1
+            match = _UNKNOWN.search(str(error))
+            if match is None or len(unknown) >= _MAX_UNKNOWN:
+                if unknown:
+                    break
+                detail = str(error).split(" : ", 1)[-1].replace("caffe.", "")
+                raise PrototxtError(f"{where}, line {line}, column {column}: cannot be read", found=detail) from error
+            kind, field = match.groups()
+            unknown.append(f"line {line}: {field!r} in {kind}")
+            text = _blank(text, line, column)
+            continue
+        break
+    if unknown:
+        count = f"{len(unknown)} unknown field{'s' if len(unknown) > 1 else ''}"
+        raise PrototxtError(
+            f"{where}: {count}", found="; ".join(unknown), hint="fields are those of BVLC Caffe 1.0; check the spelling"
+        )
+    return where
+
+
+def load_net(source: str | Path) -> Any:
+    """A ``NetParameter`` in the current format (V1 nets are upgraded). Raises PrototxtError."""
+    net = caffe_pb2.NetParameter()
+    where = read_message(source, net)
+    try:
+        upgrade(net)
+    except ValueError as error:
+        raise PrototxtError(f"{where}: {error}") from error
+    if not net.layer:
+        raise PrototxtError(f"{where}: the net has no layers", hint="is this a solver or an empty file?")
+    return net
+
+
+def filter_net(net: Any, phase: str, stages: tuple[str, ...] = (), level: int = 0) -> FilteredNet:
+    """Keep the layers whose include and exclude rules agree with phase, stages and level.
+
+    The net's own ``state`` adds its stages, and its level where ``level`` is 0. Raises PrototxtError, UsageError.
+    """
+    if phase not in PHASES:
+        raise UsageError(f"unknown phase {phase!r}", expected="TRAIN or TEST", found=phase)
+    stages = tuple(stages) + tuple(net.state.stage)
+    level = level or net.state.level
+    kept = caffe_pb2.NetParameter()
+    kept.CopyFrom(net)
+    del kept.layer[:]
+    excluded = []
+    for layer in net.layer:
+        reason = _exclusion(layer, phase, stages, level)
+        if reason is None:
+            kept.layer.add().CopyFrom(layer)
+        else:
+            excluded.append((layer.name, tuple(layer.top), reason))
+    return FilteredNet(kept, phase, tuple(excluded))
+
+
+def data_layers(
+    source: str | Path, phase: str = "TRAIN", stages: tuple[str, ...] = (), level: int = 0
+) -> list[DataLayer]:
+    """The ``Data`` layers of a net in one phase, without building the net. Raises PrototxtError."""
+    filtered = filter_net(load_net(source), phase, stages, level)
+    return [data_layer(layer, phase) for layer in filtered.net.layer if layer.type == "Data"]
+
+
+def data_layer(layer: Any, phase: str) -> DataLayer:
+    """What one ``Data`` layer message says."""
+    data, transform = layer.data_param, layer.transform_param
+    enum = type(data).DESCRIPTOR.fields_by_name["backend"].enum_type
+
+    def given(message: Any, field: str) -> Any:
+        return getattr(message, field) if message.HasField(field) else None
+
+    known = {"source", "batch_size", "backend"}
+    unused = tuple(f"data_param.{field.name}" for field, _ in data.ListFields() if field.name not in known)
+    return DataLayer(
+        name=layer.name,
+        phase=phase,
+        tops=tuple(layer.top),
+        source=given(data, "source"),
+        batch=given(data, "batch_size"),
+        backend=enum.values_by_number[data.backend].name if data.HasField("backend") else None,
+        transform=Transform(
+            scale=given(transform, "scale"),
+            mirror=given(transform, "mirror"),
+            crop=given(transform, "crop_size"),
+            mean_file=given(transform, "mean_file"),
+            mean_value=tuple(transform.mean_value) or None,
+            force_color=given(transform, "force_color"),
+            force_gray=given(transform, "force_gray"),
+        ),
+        unused=unused,
+    )
+
+
+def _text(source: str | Path) -> tuple[str, str]:
+    if isinstance(source, str) and ("\n" in source or "{" in source):
+        return source, "prototxt text"
+    if not str(source):
+        raise PrototxtError("the path of the prototxt is empty")
+    path = Path(source)
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise PrototxtError(f"prototxt {path} cannot be read: {reason}", hint="check the path") from error
+
+
+def _blank(text: str, line: int, column: int) -> str:
+    """Replace the unknown field that starts at line and column (from 1) by spaces, so that parsing can go on."""
+    start = sum(len(row) for row in text.splitlines(keepends=True)[: line - 1]) + column - 1
+    end = re.compile(r"\w+\s*:?\s*").match(text, start).end()  # type: ignore[union-attr]
+    token = re.compile(
+        r"""#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{}<>\[\]]|[^\s{}<>\[\]"'#;,]+|.""", re.DOTALL
+    )
+    depth = 0
+    while end < len(text):
+        match = token.match(text, end)
+        assert match is not None  # the last alternative takes any character
+        piece = match.group()
+        depth += (piece in "{<[") - (piece in "}>]")
+        if depth < 0:  # the field had no value; the bracket closes the message around it
+            break
+        end = match.end()
+        if depth == 0 and not piece.isspace() and not piece.startswith("#"):
+            break
+    return text[:start] + re.sub(r"[^\n]", " ", text[start:end]) + text[end:]
+
+
+def _exclusion(layer: Any, phase: str, stages: tuple[str, ...], level: int) -> str | None:
+    """Why a layer takes no part, or None where it does."""
+    if layer.include and layer.exclude:
+        raise PrototxtError(
+            f"layer {layer.name!r} has both include and exclude rules", hint="keep one kind: the two cannot be combined"
+        )
+    if layer.include:
+        reasons = [_mismatch(rule, phase, stages, level) for rule in layer.include]
+        if None in reasons:
+            return None
+        return " and ".join(dict.fromkeys(reason for reason in reasons if reason))
+    for rule in layer.exclude:
+        if _mismatch(rule, phase, stages, level) is None:
+            return f"its exclude rule {{ {text_format.MessageToString(rule, as_one_line=True)} }} applies"
+    return None
+
+
+def _mismatch(rule: Any, phase: str, stages: tuple[str, ...], level: int) -> str | None:
+    """Why a rule does not fit the state, or None where it does."""
+    if rule.HasField("phase") and PHASES[rule.phase] != phase:
+        return f"it is for {PHASES[rule.phase]}"
+    if rule.HasField("min_level") and level < rule.min_level:
+        return f"level {level} is below min_level {rule.min_level}"
+    if rule.HasField("max_level") and level > rule.max_level:
+        return f"level {level} is above max_level {rule.max_level}"
+    for stage in rule.stage:
+        if stage not in stages:
+            return f"stage {stage!r} is missing"
+    for stage in rule.not_stage:
+        if stage in stages:
+            return f"stage {stage!r} is set"
+    return None
