@@ -1,0 +1,200 @@
+"""Workers and the owner of a LevelDB as Ray actors. Ray is imported at first use, and batches never go through it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.crew import Job, Outcome
+from pipeline.maker import Probe
+from pipeline.placement import OWNER_CPUS, Plan
+from pipeline.process import Process
+from pipeline.ring import RingAddress
+from pipeline.spec import FeedSpec
+from pipeline.worker import open_data, recording, work
+from profiler.errors import StallscopeError
+from profiler.events import Kind, Stage
+from profiler.recorder import Recorder
+
+if TYPE_CHECKING:
+    from datasets.source import Record
+
+OWNER_ROW = 400  # actor numbers of owners lie away from those of workers
+_OWNER_RESTARTS = 3
+
+
+@dataclass(frozen=True)
+class Block:
+    """Records that an owner has read, with when (monotonic ns of this host) and at what cost it did so."""
+
+    records: list[Record]
+    t0_ns: int
+    t1_ns: int
+    cpu_ns: int
+    inblock: int
+
+
+class WorkerActor:
+    """Stays in one call of :meth:`run` for the feed's life."""
+
+    def run(self, address: RingAddress, spec: FeedSpec, probed: Probe, row: int, owner: Any) -> int:
+        """See :func:`pipeline.worker.work`. ``owner`` is an OwnerActor's handle, None where each reads for itself."""
+        return work(address, spec, probed, row, None if owner is None else RemoteReader(owner))
+
+
+class OwnerActor:
+    """The one process of a node that has a LevelDB open; serves blocks of records by position.
+
+    It keeps no position: a request asked twice gives the same answer, so Ray may restart it and ask again.
+    """
+
+    def __init__(self, spec: FeedSpec) -> None:
+        self._closing = contextlib.ExitStack()
+        self._recorder = self._closing.enter_context(recording(spec, OWNER_ROW, "owner"))
+        self._source = self._closing.enter_context(contextlib.closing(open_data(spec)))
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def read_many(self, indices: NDArray[np.int64], tags: dict[str, int]) -> Block:
+        """The records of these positions, in this order."""
+        used = resource.getrusage(resource.RUSAGE_THREAD)
+        t0, cpu0 = time.monotonic_ns(), time.thread_time_ns()
+        records = self._source.read_many(indices)
+        t1, cpu1 = time.monotonic_ns(), time.thread_time_ns()
+        inblock = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock - used.ru_inblock
+        self._recorder.add(
+            Kind.SPAN, Stage.READ, t0, t1, cpu_ns=cpu1 - cpu0, inblock=inblock, items=len(records),
+            nbytes=sum(len(record.value) for record in records), **tags,
+        )  # fmt: skip
+        return Block(records, t0, t1, cpu1 - cpu0, inblock)
+
+    def close(self) -> None:
+        """Close data set and recording; the actor is ended after that."""
+        self._closing.close()
+
+
+class RemoteReader:
+    """Reads through an owner actor on the same node.
+
+    Its spans: TRANSFER up to the owner's beginning (queueing there included), READ while the owner reads, TRANSFER
+    until the records are here. The three are disjoint and add up to the whole.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def read(self, indices: NDArray[np.int64], recorder: Recorder, **tags: int) -> list[Record]:
+        import ray
+
+        called = time.monotonic_ns()
+        block: Block = ray.get(self._owner.read_many.remote(indices, tags))
+        came = time.monotonic_ns()
+        nbytes, items = sum(len(record.value) for record in block.records), len(block.records)
+        recorder.add(Kind.SPAN, Stage.TRANSFER, called, block.t0_ns, **tags)
+        recorder.add(
+            Kind.SPAN, Stage.READ, block.t0_ns, block.t1_ns, cpu_ns=block.cpu_ns, inblock=block.inblock, items=items,
+            nbytes=nbytes, **tags,
+        )  # fmt: skip
+        recorder.add(Kind.SPAN, Stage.TRANSFER, block.t1_ns, came, items=items, nbytes=nbytes, **tags)
+        return block.records
+
+
+class RayLauncher:
+    """Starts the workers of one feed on the node this process runs on. Ray must be up."""
+
+    def __init__(self, spec: FeedSpec, probed: Probe, address: RingAddress, plan: Plan) -> None:
+        import ray
+
+        self._spec, self._probe, self._address, self._plan = spec, probed, address, plan
+        self._owner: Any = None
+        self._owner_pid = 0
+        if plan.owner:
+            options = _here(OWNER_CPUS) | {"max_restarts": _OWNER_RESTARTS, "max_task_retries": _OWNER_RESTARTS}
+            self._owner = ray.remote(OwnerActor).options(**options).remote(spec)
+
+    def launch(self, row: int) -> Job:
+        import ray
+
+        actor: Any = ray.remote(WorkerActor).options(**_here(self._plan.worker_cpus), max_restarts=0).remote()
+        return RayJob(actor, actor.run.remote(self._address, self._spec, self._probe, row, self._owner))
+
+    def describe(self, row: int) -> str:
+        return f"worker {row + 1} ({self._plan.worker_cpus:g} CPU)"
+
+    def close(self) -> None:
+        import ray
+
+        owner, self._owner = self._owner, None
+        if owner is None:
+            return
+        try:
+            pid = ray.get(owner.pid.remote(), timeout=5)
+            ray.get(owner.close.remote(), timeout=5)
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            pid = 0  # it is gone already, or is ended the hard way now
+        ray.kill(owner)
+        if pid:
+            process = Process(pid)
+            process.wait(5)
+            process.close()
+
+
+class RayJob:
+    """The call of one worker actor."""
+
+    def __init__(self, actor: Any, call: Any) -> None:
+        self._actor, self._call = actor, call
+
+    def outcome(self, timeout_s: float = 0.0) -> Outcome | None:
+        import ray
+
+        done, _ = ray.wait([self._call], timeout=timeout_s)
+        if not done:
+            return None
+        try:
+            ray.get(self._call)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, StallscopeError):
+                return Outcome("error", cause)
+            text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
+            wrapped = StallscopeError(
+                f"a worker of the feed failed: {text}", hint="run with --feed.engine inline to see it in this process"
+            )
+            wrapped.add_note(str(error))  # the worker's traceback, shown with STALLSCOPE_TRACEBACK=1
+            return Outcome("error", wrapped)
+        except ray.exceptions.RayError as error:
+            return Outcome("lost", text=str(error).splitlines()[0])
+        return Outcome("done")
+
+    def discard(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+
+
+def node_cpus() -> float:
+    """CPUs of the node this process runs on, as Ray counts them."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    return next((float(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["NodeID"] == here), 0.0)
+
+
+def _here(num_cpus: float) -> dict[str, Any]:
+    """Options of an actor that maps our memory: it must run on this node, with our packages importable."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return {
+        "num_cpus": num_cpus,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+    }

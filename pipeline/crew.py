@@ -1,0 +1,265 @@
+"""The workers of a feed as its consumer sees them: started, watched while it waits, replaced when lost, ended.
+
+There is no thread here. The consumer calls :meth:`Crew.watch` while it waits for a batch; a death wakes it at once
+because it sleeps on the workers' pidfds too. How a worker is started is a :class:`Launcher`'s business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from pipeline.process import Process
+from pipeline.ring import Ring
+from pipeline.spec import FeedSpec
+from profiler.errors import StallscopeError
+from profiler.events import Kind, Stage
+from profiler.recorder import Recorder
+
+_LOOK_S = 0.2  # asking a launcher for news costs a message; workers that end by themselves say so in the ring
+_NEWS_S = 10.0  # how long the outcome of a worker that has ended may take to arrive
+
+
+class FeedError(StallscopeError):
+    """The feed cannot go on."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a worker's call ended: ``done`` by itself, ``error`` with an exception, ``lost`` with its process."""
+
+    kind: Literal["done", "error", "lost"]
+    error: BaseException | None = None
+    text: str = ""
+
+
+class Job(Protocol):
+    """One worker's call."""
+
+    def outcome(self, timeout_s: float = 0.0) -> Outcome | None:
+        """How it ended, None while it runs."""
+        ...
+
+    def discard(self) -> None:
+        """End its process, whatever it does, and forget it."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts workers."""
+
+    def launch(self, row: int) -> Job:
+        """Start worker ``row``; returns at once."""
+        ...
+
+    def describe(self, row: int) -> str:
+        """What worker ``row`` asks for, in words, for an error about workers that do not start."""
+        ...
+
+    def close(self) -> None:
+        """End whatever else was started."""
+        ...
+
+
+class _Member:
+    def __init__(self, row: int, job: Job) -> None:
+        self.row = row
+        self.job = job
+        self.started_s = time.monotonic()
+        self.looked_s = 0.0
+        self.process: Process | None = None  # from its entering the ring to its end
+        self.over = False
+        self.lost_ns = 0  # when the worker was lost that this one replaces
+
+
+class Crew:
+    """All workers of one ring.
+
+    Parameters
+    ----------
+    batch_of: epoch, first and last record of a step, for the note about a lost worker.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        spec: FeedSpec,
+        launcher: Launcher,
+        workers: int,
+        recorder: Recorder,
+        batch_of: Callable[[int], dict[str, Any]],
+    ) -> None:
+        self.ring, self.spec, self.launcher, self.recorder = ring, spec, launcher, recorder
+        self.restarts = 0
+        self._batch_of = batch_of
+        self._errors: dict[int, BaseException] = {}  # by the step that failed, -1: before any step
+        ring.on_lock_held = self._end_lock_holder
+        self._members = [_Member(row, launcher.launch(row)) for row in range(workers)]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that have entered the ring and have not ended."""
+        return [member.process.pid for member in self._members if member.process is not None]
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Descriptors that become readable when a worker dies."""
+        return tuple(member.process.fileno() for member in self._members if member.process is not None)
+
+    def watch(self, step: int, waited_s: float) -> None:
+        """Look after the workers while the consumer waits for ``step``, for ``waited_s`` so far.
+
+        Raises the error of the worker that failed to make ``step``, and :class:`FeedError` when no worker can go on.
+        """
+        for member in self._members:
+            if not member.over:
+                self._look(member, waited_s)
+        failed = self._errors.get(step) or self._errors.get(-1)
+        if failed is None and all(member.over for member in self._members) and not self.ring.is_ready(step):
+            failed = self._errors[min(self._errors)] if self._errors else None
+            if failed is None:
+                raise FeedError(f"all workers have ended and none has made step {step}", found=str(self.ring.counts()))
+        if failed is not None:
+            raise failed
+
+    def close(self, patience_s: float = 5.0) -> None:
+        """End all workers and wait until their processes are gone. The ring must have been stopped."""
+        deadline = time.monotonic() + patience_s
+        for member in self._members:
+            self._meet(member)
+            if not member.over:
+                member.job.outcome(max(0.0, deadline - time.monotonic()))
+        for member in self._members:
+            member.job.discard()
+        self.launcher.close()
+        for member in self._members:
+            if member.process is not None:
+                if not member.process.wait(2.0):
+                    member.process.kill()
+                self._forget(member)
+        self._members = []
+
+    # -- one worker ------------------------------------------------------------------------------------------
+
+    def _look(self, member: _Member, waited_s: float) -> None:
+        self._meet(member)
+        _, heartbeat_ns, _, ended = self.ring.worker(member.row)
+        now = time.monotonic()
+        process = member.process
+        if process is not None and not ended:
+            if not process.alive:
+                self._lost(member, "died")
+                return
+            silent_s = (time.monotonic_ns() - heartbeat_ns) / 1e9
+            if min(waited_s, silent_s) > self.spec.stall_timeout_s:
+                # Its own waiting is counted too: after a pause of the whole job everybody looks silent at first.
+                self._lost(member, f"no sign of life for {silent_s:.1f} s: killed")
+                return
+        if ended or now - member.looked_s > _LOOK_S:
+            member.looked_s = now
+            outcome = member.job.outcome(_NEWS_S if ended else 0.0)
+            if outcome is not None:
+                self._ended(member, outcome)
+                return
+        if process is None and now - member.started_s > self.spec.start_timeout_s:
+            self._not_started(member)
+
+    def _meet(self, member: _Member) -> None:
+        """Take note of a worker that has entered the ring."""
+        pid = self.ring.worker(member.row)[0]
+        if member.process is not None or not pid or member.over:
+            return
+        member.process = Process(pid)
+        if member.lost_ns:
+            # In the worker's lane: from the loss to the first sign of its replacement.
+            self.recorder.add(
+                Kind.SPAN, Stage.RESTART, member.lost_ns, time.monotonic_ns(),
+                actor=self.spec.first_actor + member.row,
+            )  # fmt: skip
+            member.lost_ns = 0
+
+    def _ended(self, member: _Member, outcome: Outcome) -> None:
+        if outcome.kind == "lost":
+            self._lost(member, "died", outcome.text)
+            return
+        if outcome.error is not None:
+            step = self.ring.worker(member.row)[2] if member.process is not None else -1
+            self._errors[step] = outcome.error
+            self.recorder.note(
+                "worker_error", actor=self.spec.first_actor + member.row, step=step, error=str(outcome.error)
+            )
+        member.over = True
+        self._forget(member)
+
+    def _lost(self, member: _Member, how: str, text: str = "") -> None:
+        lost_ns = time.monotonic_ns()
+        pid, _, step, _ = self.ring.worker(member.row)
+        status = None
+        if member.process is not None:
+            member.process.kill()  # nobody else may write where it could still write
+            status = member.process.exit_status()
+            lost_step = self.ring.reclaim(member.row, member.process)
+            step = -1 if lost_step is None else lost_step
+        member.job.discard()
+        self._forget(member)
+        actor = self.spec.first_actor + member.row
+        status = status or text or "unknown"
+        batch = self._batch_of(step) if step >= 0 else {}
+        self.recorder.note("worker_lost", actor=actor, pid=pid, how=how, exit=status, step=step, **batch)
+        self.restarts += 1
+        if self.restarts > self.spec.max_restarts:
+            member.over = True
+            raise FeedError(
+                f"worker {member.row + 1} of the feed (process {pid}) was lost"
+                + (f" while it made step {step} ({batch})" if step >= 0 else ""),
+                expected=f"at most {self.spec.max_restarts} lost workers (feed.max_restarts)",
+                found=f"{self.restarts}; this one {how}: {status}",
+                hint=_hint(status),
+            )
+        member.job = self.launcher.launch(member.row)
+        member.started_s, member.lost_ns = time.monotonic(), lost_ns
+
+    def _not_started(self, member: _Member) -> None:
+        pending = [other for other in self._members if other.process is None and not other.over]
+        if len(pending) < len(self._members):
+            # Somebody works: slower is better than not at all.
+            self.recorder.note("worker_not_started", actor=self.spec.first_actor + member.row)
+            member.job.discard()
+            member.over = True
+            return
+        raise FeedError(
+            "no worker of the feed has started",
+            expected=f"{len(pending)} within {self.spec.start_timeout_s:g} s",
+            found="still pending: " + "; ".join(self.launcher.describe(other.row) for other in pending),
+            hint="another job holds the CPUs (ray status), or the machine is too busy: fewer feed.workers",
+        )
+
+    def _end_lock_holder(self, pid: int) -> None:
+        for member in self._members:
+            self._meet(member)
+            if member.process is not None and member.process.pid == pid:
+                member.process.kill()  # watch() finds it dead and replaces it
+                return
+        holder = Process(pid)  # one that we have not met yet, or one that was given up
+        holder.kill()
+        holder.close()
+
+    @staticmethod
+    def _forget(member: _Member) -> None:
+        if member.process is not None:
+            member.process.close()
+            member.process = None
+
+
+def _hint(status: str) -> str:
+    if "SIGBUS" in status:
+        return "the database shrank or is truncated while it is mapped: python -m datasets.verify"
+    if "SIGKILL" in status:
+        return (
+            "killed by someone, or by the kernel for memory: dmesg | grep -i oom; a smaller feed.depth or fewer workers"
+        )
+    if "SIGSEGV" in status:
+        return "a crash in native code: run with --feed.engine inline under python -X faulthandler"
+    return "run with --feed.engine inline to see the failure in this process"

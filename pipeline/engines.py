@@ -1,0 +1,154 @@
+"""What fills the ring: the consumer's own thread, or worker actors. Both use the same ring and the same BatchMaker."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any, Protocol
+
+from pipeline.crew import Crew, FeedError, Launcher
+from pipeline.maker import BatchMaker, LocalReader, Probe, Slot, stream_of
+from pipeline.ring import POLL_S, Blocked, Ready, Ring
+from pipeline.spec import FeedSpec
+from pipeline.worker import open_data
+from profiler.events import Flag, Kind, Stage
+from profiler.recorder import Recorder
+
+
+class Engine(Protocol):
+    """A ring, and something that fills it."""
+
+    ring: Ring
+    slots: list[Slot]
+
+    @property
+    def restarts(self) -> int: ...
+
+    @property
+    def pids(self) -> list[int]: ...
+
+    def get(self, step: int) -> Ready:
+        """Wait for the batch of a step and lease it; steps come in order."""
+        ...
+
+    def close(self) -> None:
+        """End all that was started; idempotent."""
+        ...
+
+
+def _ring(spec: FeedSpec, probed: Probe) -> tuple[Ring, list[Slot]]:
+    ring = Ring.create(
+        spec.depth, probed.layout.nbytes, start_step=spec.start_step, stop_step=spec.stop_step, poison=spec.poison
+    )
+    return ring, [probed.layout.views(ring.payload(index)) for index in range(ring.depth)]
+
+
+def _not_held(ring: Ring, step: int) -> None:
+    """Raise :class:`FeedError` where the consumer waits for a slot that it keeps itself: it would wait for ever."""
+    if ring.is_leased(step):
+        raise FeedError(
+            f"step {step} needs the slot of step {step - ring.depth}, which the consumer still holds",
+            expected=f"a feed.depth larger than the {ring.counts()['leased']} batches held",
+            found=f"feed.depth {ring.depth}",
+            hint="release held batches earlier, or a larger feed.depth",
+        )
+
+
+class InlineEngine:
+    """Each batch is made by the consumer's thread when it asks for it. No other process, no Ray."""
+
+    restarts = 0
+    pids: list[int] = []  # noqa: RUF012  # never changed
+
+    def __init__(self, spec: FeedSpec, probed: Probe, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._source = open_data(spec)
+        self._maker = BatchMaker(spec, probed, LocalReader(self._source), recorder)
+        self.ring, self.slots = _ring(spec, probed)
+        self.ring.enter(0)
+
+    def get(self, step: int) -> Ready:
+        _not_held(self.ring, step)
+        claim = self.ring.claim(0)
+        if isinstance(claim, Blocked) or claim.step != step:
+            raise FeedError(f"step {step} cannot be made now", found=str(claim))
+        recorder, flags = self._recorder, Flag.INLINE
+        with recorder.span(Stage.BATCH, step=step, slot=claim.slot, flags=flags) as span:
+            made = self._maker.make(step, self.slots[claim.slot], index=claim.slot, flags=flags)
+            span.epoch, span.items = made.epoch, made.items
+            at = self.ring.ready(0, claim, items=made.items, epoch=made.epoch, hashes=made.hashes)
+        recorder.add(Kind.MARK, Stage.READY, at, at, step=step, epoch=made.epoch, slot=claim.slot, flags=flags)
+        return self.ring.lease(step)
+
+    def close(self) -> None:
+        self.slots = []
+        self.ring.close()
+        self._source.close()
+
+
+class CrewEngine:
+    """Worker processes fill the ring; the consumer waits, and looks after them while it does.
+
+    Parameters
+    ----------
+    launch: makes the launcher for the ring that was made here.
+    """
+
+    def __init__(self, spec: FeedSpec, probed: Probe, recorder: Recorder, launch: Any, workers: int) -> None:
+        with contextlib.ExitStack() as stack:
+            self.ring, self.slots = _ring(spec, probed)
+            stack.callback(self.ring.close)
+            launcher: Launcher = launch(self.ring.address)
+            stack.callback(launcher.close)
+            stream = stream_of(spec, probed.records)
+
+            def batch_of(step: int) -> dict[str, Any]:
+                items = stream.at(step % spec.cycle if spec.cycle else step)
+                return {"epoch": int(items.epochs[0]), "records": [int(items.records[0]), int(items.records[-1])]}
+
+            self._crew = Crew(self.ring, spec, launcher, workers, recorder, batch_of)
+            stack.pop_all()
+
+    @property
+    def restarts(self) -> int:
+        return self._crew.restarts
+
+    @property
+    def pids(self) -> list[int]:
+        return self._crew.pids
+
+    def get(self, step: int) -> Ready:
+        waited_s = 0.0
+        while not self.ring.is_ready(step):
+            _not_held(self.ring, step)
+            before = time.monotonic()
+            self.ring.wait_ready(POLL_S, also=self._crew.fds)
+            waited_s += min(time.monotonic() - before, 5 * POLL_S)  # a pause of the whole job is no waiting
+            self._crew.watch(step, waited_s)
+        return self.ring.lease(step)
+
+    def close(self) -> None:
+        self.slots = []
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.ring.close)
+            self.ring.stop()
+            self._crew.close()
+
+
+class RayEngine(CrewEngine):
+    """Workers are Ray actors on this node. Starts a Ray of its own where none is up, and stops that one again."""
+
+    def __init__(self, spec: FeedSpec, probed: Probe, recorder: Recorder) -> None:
+        from pipeline import actors, placement, ray_runtime
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ray_runtime.running())
+            plan = placement.plan(spec, actors.node_cpus(), owner=probed.backend == "leveldb")
+            super().__init__(
+                spec, probed, recorder, lambda address: actors.RayLauncher(spec, probed, address, plan), plan.workers
+            )
+            self._runtime = stack.pop_all()
+
+    def close(self) -> None:
+        with self._runtime:
+            super().close()

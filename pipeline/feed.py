@@ -1,0 +1,280 @@
+"""The consumer's side of the feed: batches in strict order, each a view of a slot of the ring.
+
+    with Feed(config) as feed:
+        for batch in feed:
+            ...                      # batch.data, batch.labels, batch.ids: valid until the batch is given back
+
+A batch is given back by ``batch.release()``, and in any case when the next one is asked for, unless ``batch.hold()``
+was called: whoever holds must release. The position is one number, ``next_step``; it is all that a resume needs.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.crew import FeedError
+from pipeline.engines import Engine, InlineEngine, RayEngine
+from pipeline.maker import Slot, probe, stream_of
+from pipeline.ring import Ready
+from pipeline.spec import FeedSpec, Phase, feed_spec
+from pipeline.worker import open_data
+from profiler.errors import UsageError
+from profiler.events import Flag, Stage
+from profiler.recorder import NULL, Recorder
+
+if TYPE_CHECKING:
+    from pipeline.config import Config
+
+
+class Batch:
+    """One batch, in its slot. Its arrays are views that end with :meth:`release`.
+
+    Attributes
+    ----------
+    step, epoch: position in the stream; epoch is that of the first item.
+    data: float32[B, C, H, W]; labels: int32[B] or float32[B, K]; ids, epochs: int64[B], record and epoch of each item.
+    hashes: of ids, ids_set, raw, raw_set, fill (see docs/design.md); empty when fingerprints are off.
+    """
+
+    def __init__(self, feed: Feed, ready: Ready, slot: Slot) -> None:
+        self._feed: Feed | None = feed
+        self._slot, self._count = slot, ready.items
+        self._held = False
+        self.step, self.epoch, self.slot = ready.step, ready.epoch, ready.slot
+        self.hashes = ready.hashes
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def data(self) -> NDArray[np.float32]:
+        return self._array("data")
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self._array("labels")
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        return self._array("ids")
+
+    @property
+    def epochs(self) -> NDArray[np.int64]:
+        return self._array("epochs")
+
+    def hold(self) -> Self:
+        """Keep the batch beyond the next one; :meth:`release` must be called later."""
+        self._held = True
+        return self
+
+    def release(self) -> None:
+        """Give the slot back; it may be filled again at once. Idempotent."""
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed._release(self)
+
+    def _array(self, name: str) -> np.ndarray:
+        if self._feed is None:
+            raise FeedError(
+                f"the batch of step {self.step} was given back, its slot may hold another one by now",
+                hint="copy what is needed before release(), or call batch.hold() before the next batch is asked for",
+            )
+        array: np.ndarray = getattr(self._slot, name)[: self._count]
+        return array
+
+
+class Feed:
+    """An iterable of :class:`Batch` in the order of steps; a context manager.
+
+    Parameters
+    ----------
+    config: a job's configuration, or a :class:`FeedSpec`, which then decides everything.
+    phase: which data set of the configuration.
+    start_step, stop_step: first step, and first step that is not made; None: endless.
+    recorder: records FEED_WAIT spans in the consumer's thread and notes about workers.
+    cycle: of a TEST feed: step s stands for step s mod cycle.
+
+    Record 0 is read here to settle the shapes; processes start at the first batch or at ``with``.
+    """
+
+    def __init__(
+        self,
+        config: Config | FeedSpec,
+        phase: Phase = "TRAIN",
+        start_step: int = 0,
+        stop_step: int | None = None,
+        recorder: Recorder = NULL,
+        *,
+        cycle: int | None = None,
+    ) -> None:
+        if isinstance(config, FeedSpec):
+            self.spec = config
+        else:
+            self.spec = feed_spec(config, phase, start_step, stop_step, recorder, cycle)
+        self.recorder = recorder
+        source = open_data(self.spec)
+        try:
+            self.probe = probe(self.spec, source)
+            self._identity = source.identity()
+        finally:
+            source.close()
+        self._stream = stream_of(self.spec, self.probe.records)
+        self._next_step = self.spec.start_step
+        self._engine: Engine | None = None
+        self._last: Batch | None = None
+        self._first = True
+        self._closed = False
+        self._delivered = self._items = self._wait_ns = 0
+
+    @classmethod
+    def from_spec(cls, spec: FeedSpec, recorder: Recorder = NULL) -> Feed:
+        """A feed without a job's configuration."""
+        return cls(spec, recorder=recorder)
+
+    # -- what it delivers ------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, C, H, W) of a full batch."""
+        return (self.spec.batch, *self.probe.sample_shape)
+
+    @property
+    def sample_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of one sample."""
+        return self.probe.sample_shape
+
+    @property
+    def label_shape(self) -> tuple[int, ...]:
+        """Shape of the labels of a full batch: (B,) of int32, or (B, K) of float32."""
+        width = self.probe.layout.label_width
+        return (self.spec.batch, width) if width else (self.spec.batch,)
+
+    @property
+    def records(self) -> int:
+        """Length of the data set."""
+        return self.probe.records
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._stream.steps_per_epoch
+
+    @property
+    def next_step(self) -> int:
+        """The step of the batch that comes next."""
+        return self._next_step
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._last is not None and not self._last._held:
+            self._last.release()
+        self._last = None
+        step = self._next_step
+        if self.spec.stop_step is not None and step >= self.spec.stop_step:
+            raise StopIteration
+        flags = (Flag.FIRST if self._first else 0) | (Flag.TEST_PHASE if self.spec.phase == "TEST" else 0)
+        began = time.monotonic_ns()
+        with self.recorder.span(Stage.FEED_WAIT, step=step, flags=flags) as span:
+            engine = self._started()
+            ready = engine.get(step)
+            span.epoch, span.slot, span.items = ready.epoch, ready.slot, ready.items
+        self._wait_ns += time.monotonic_ns() - began
+        self._first = False
+        self._next_step = step + 1
+        self._delivered += 1
+        self._items += ready.items
+        self._last = Batch(self, ready, engine.slots[ready.slot])
+        return self._last
+
+    # -- life cycle ------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        try:
+            self._started()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all workers and give the memory back. Idempotent. Batches still held are given back."""
+        self._closed = True
+        self._last = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _started(self) -> Engine:
+        if self._closed:
+            raise FeedError("this feed is closed", hint="open another one; state_dict() says where this one stood")
+        if self._engine is None:
+            make = RayEngine if self.spec.engine == "ray" else InlineEngine
+            self._engine = make(self.spec, self.probe, self.recorder)
+        return self._engine
+
+    def _release(self, batch: Batch) -> None:
+        if self._engine is not None:
+            self._engine.ring.release(batch.step)
+            self.recorder.mark(Stage.RELEASE, step=batch.step, epoch=batch.epoch, slot=batch.slot)
+
+    # -- position and figures --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position, and all that gives it a meaning; plain JSON values."""
+        spec = self.spec
+        return {
+            "next_step": self._next_step, "seed": spec.seed, "shuffle": spec.shuffle, "batch": spec.batch,
+            "tail": spec.tail, "phase": spec.phase, "records": self.probe.records,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another feed stood. Only before the first batch.
+
+        Raises :class:`UsageError` where the state belongs to another stream.
+        """
+        if self._engine is not None or self._closed:
+            raise UsageError("the position of a feed can only be set before it has started")
+        mine = self.state_dict()
+        for key in mine:
+            if key != "next_step" and state.get(key) != mine[key]:
+                raise UsageError(
+                    f"the saved position belongs to another stream: {key} differs",
+                    expected=mine[key],
+                    found=state.get(key),
+                    hint="resume with the same data set and data.* settings, or start anew",
+                )
+        self._next_step = int(state["next_step"])
+        self.spec = self.spec.starting_at(self._next_step)
+
+    def identity(self) -> dict[str, Any]:
+        """What the data set is (path, backend, records, and what changes with its content)."""
+        return dict(self._identity)
+
+    def stats(self) -> dict[str, Any]:
+        """Figures so far: batches and items delivered, nanoseconds waited, lost workers, slots in each state.
+
+        ``slots["ready"]`` near the depth: the consumer is the slower side; near 0: the workers are.
+        """
+        engine = self._engine
+        return {
+            "engine": self.spec.engine,
+            "batches": self._delivered,
+            "items": self._items,
+            "wait_ns": self._wait_ns,
+            "restarts": engine.restarts if engine else 0,
+            "workers": engine.pids if engine else [],
+            "depth": self.spec.depth,
+            "slots": engine.ring.counts() if engine else {},
+            "slot_bytes": self.probe.layout.nbytes,
+        }

@@ -1,0 +1,85 @@
+"""Compiled loops of the feed: one call a batch. Importing this file imports numba: do it at first use.
+
+Each has a reference in NumPy (:mod:`pipeline.philox`, :mod:`pipeline.transforms`) that gives the same bits.
+"""
+# mypy: disallow_untyped_defs=False
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, types
+from numba.extending import intrinsic
+
+from pipeline import philox
+from profiler.jit import njit
+
+_M0, _M1 = (np.uint64(number) for number in philox.MULTIPLIERS)
+_W0, _W1 = (np.uint64(number) for number in philox.WEYL)
+_ROUNDS = philox.ROUNDS
+_LOW, _HALF, _ONE = np.uint64(0xFFFF_FFFF), np.uint64(32), np.uint64(1)
+
+
+@intrinsic
+def _pixels(typingctx, address):
+    """An address (uint64) as a pointer to uint8: images of a batch lie wherever their records are."""
+    signature = types.CPointer(types.uint8)(types.uint64)
+
+    def codegen(context, builder, sig, args):
+        return builder.inttoptr(args[0], context.get_value_type(sig.return_type))
+
+    return signature, codegen
+
+
+@njit
+def _high(a, b):
+    """High 64 bits of a · b."""
+    a_low, a_high = a & _LOW, a >> _HALF
+    b_low, b_high = b & _LOW, b >> _HALF
+    high_low = a_high * b_low
+    middle = ((a_low * b_low) >> _HALF) + (high_low & _LOW) + a_low * b_high
+    return a_high * b_high + (high_low >> _HALF) + (middle >> _HALF)
+
+
+@njit
+def philox_blocks(seed, phase, stream, epochs, records, words):
+    """Block 1 of Philox4x64-10 of each sample into words, uint64[B, 4]."""
+    for i in range(len(records)):
+        c0, c1, c2, c3 = _ONE, stream, epochs[i], records[i]
+        k0, k1 = seed, phase
+        for _ in range(_ROUNDS):
+            c0, c1, c2, c3 = _high(_M1, c2) ^ c1 ^ k0, _M1 * c2, _high(_M0, c0) ^ c3 ^ k1, _M0 * c0
+            k0 += _W0
+            k1 += _W1
+        words[i, 0], words[i, 1], words[i, 2], words[i, 3] = c0, c1, c2, c3
+
+
+@njit
+def fill(addresses, heights, widths, h_off, w_off, mirror, mean, scale, out):
+    """Crop, mirror, subtract the mean and scale a batch straight into its slot.
+
+    addresses uint64[B], heights, widths, h_off, w_off int64[B] and mirror bool[B] describe uint8[C, H, W] images;
+    mean is float32[C, 1, 1] or float32[C, H, W]; scale float32; out float32[B, C, h, w].
+    """
+    channels, rows, columns = out.shape[1], out.shape[2], out.shape[3]
+    whole = mean.shape[1] * mean.shape[2] > 1
+    for i in range(len(addresses)):
+        image = carray(_pixels(addresses[i]), (channels, heights[i], widths[i]), np.uint8)  # type: ignore[call-arg]  # numba passes the typing context
+        for c in range(channels):
+            constant = mean[c, 0, 0]
+            for y in range(rows):
+                source = image[c, h_off[i] + y, w_off[i] : w_off[i] + columns]
+                target = out[i, c, y]
+                if whole:
+                    means = mean[c, h_off[i] + y, w_off[i] : w_off[i] + columns]
+                    if mirror[i]:
+                        for x in range(columns):
+                            target[columns - 1 - x] = (np.float32(source[x]) - means[x]) * scale
+                    else:
+                        for x in range(columns):
+                            target[x] = (np.float32(source[x]) - means[x]) * scale
+                elif mirror[i]:
+                    for x in range(columns):
+                        target[columns - 1 - x] = (np.float32(source[x]) - constant) * scale
+                else:
+                    for x in range(columns):
+                        target[x] = (np.float32(source[x]) - constant) * scale

@@ -1,0 +1,104 @@
+"""Ray for the length of a job: one of our own on this machine, or a cluster that somebody else runs.
+
+What we started is stopped on every way out; a cluster that was only joined is left as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.crew import FeedError
+
+if TYPE_CHECKING:
+    from pipeline.config import Config
+
+OBJECT_STORE_BYTES = 256 << 20
+"""Of a local Ray: only records of a LevelDB owner go through it; batches lie in the ring."""
+
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+@contextlib.contextmanager
+def running(config: Config | None = None, address: str | None = None, num_cpus: int | None = None) -> Iterator[None]:
+    """A context in which Ray is up.
+
+    Parameters
+    ----------
+    config: the job's configuration (kept for what later versions read from it).
+    address: ``auto`` or an address joins that cluster; None starts a Ray of our own on this machine, unless this
+        process is connected already (it was started by ``ray job submit``, or a notebook did it).
+    num_cpus: of a Ray of our own; default: the CPUs that this process may use.
+
+    Raises :class:`FeedError` where Ray cannot be started or the cluster cannot be reached.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    if address is None and os.environ.get("RAY_ADDRESS"):
+        address = "auto"  # ray job submit tells the driver so which cluster it belongs to
+    _connect(address, num_cpus)
+    try:
+        yield
+    finally:
+        ray.shutdown()  # ends what ray.init started; from a joined cluster it only disconnects
+
+
+def _connect(address: str | None, num_cpus: int | None) -> None:
+    import ray
+
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    variables = worker_environment()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Ray about itself: nothing a user of ours can act on
+            if address is not None:
+                ray.init(address=address, runtime_env={"env_vars": variables}, **quiet)
+                return
+            # The environment of a Ray of our own is what its workers inherit; that spares them a runtime_env.
+            with _environment({**variables, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}):
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus or len(os.sched_getaffinity(0)),
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    **quiet,
+                )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        what = f"cannot join the Ray cluster at '{address}'" if address else "cannot start Ray on this machine"
+        raise FeedError(
+            f"{what}: {error}",
+            hint="ray status shows whether the cluster is up"
+            if address
+            else "--feed.engine inline needs no Ray; Ray's own logs are in /tmp/ray/session_latest/logs",
+        ) from error
+
+
+def worker_environment() -> dict[str, str]:
+    """Variables that worker processes need: our packages and the user's modules importable, one thread each."""
+    root = str(Path(__file__).resolve().parent.parent)
+    folders = [root, os.getcwd(), *(path for path in sys.path if path), *os.environ.get("PYTHONPATH", "").split(":")]
+    path = ":".join(dict.fromkeys(folder for folder in folders if folder))
+    return {"PYTHONPATH": path, **dict.fromkeys(_ONE_THREAD, "1")}
+
+
+@contextlib.contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,171 @@
+"""What a feed does, as plain frozen values: they cross process borders, handles never do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from pipeline.philox import PHASES
+from profiler.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipeline.config import Config
+    from profiler.recorder import Recorder
+
+Phase = Literal["TRAIN", "TEST"]
+Color = Literal["color", "gray"] | None
+
+
+@dataclass(frozen=True)
+class TransformSpec:
+    """What happens to an image between decoding and the blob: python, crop, mirror, mean, scale.
+
+    Attributes
+    ----------
+    crop: side of the square crop in pixels, 0 for none. Random in TRAIN, central in TEST.
+    mirror: mirror at random.
+    mean_value: one number for all channels or one per channel; excludes ``mean_file``.
+    mean_file: path of a BlobProto with the mean image, of the size of the uncropped image.
+    scale: factor applied after the mean.
+    color: ``"color"`` (three channels, BGR), ``"gray"`` (one channel) or None (as stored).
+    python: ``module:function``, called as ``f(image, label, rng)`` before the crop.
+    """
+
+    crop: int = 0
+    mirror: bool = False
+    mean_value: tuple[float, ...] = ()
+    mean_file: str | None = None
+    scale: float = 1.0
+    color: Color = None
+    python: str | None = None
+
+
+@dataclass(frozen=True)
+class FeedSpec:
+    """A feed. The first group decides the bytes of every batch, the second how and where they are made.
+
+    Attributes
+    ----------
+    source, backend, db: the data set, as :func:`datasets.open_source` takes them.
+    seed, shuffle, tail, batch: the stream (docs/design.md, section 2.1).
+    cycle: step s stands for step s mod cycle (the test iterations of a TEST feed); None: no cycle.
+    start_step, stop_step: first step, and first step that is not made (None: endless).
+    workers: processes that make batches; ``"auto"``: one less than there are CPUs, at least one.
+    worker_cpus: CPUs reserved with Ray for each worker.
+    max_restarts: how many lost workers are replaced before the feed gives up.
+    stall_timeout_s: a worker that shows no sign of life for so long is killed and replaced.
+    start_timeout_s: workers must have started by then.
+    fingerprints: anything but ``"off"``: hash ids, stored bytes and slot of every batch.
+    recorder_folder, detail: where and how finely workers record; None: they do not.
+    first_actor: number of the first worker in the recorded run.
+    poison: fill freed slots with 0xFF, so that a reader of a stale slot shows.
+    """
+
+    source: str
+    batch: int
+    backend: str | None = None
+    db: str | None = None
+    tail: Literal["wrap", "partial", "drop"] = "wrap"
+    seed: int = 0
+    shuffle: Literal["none", "block", "full"] = "none"
+    phase: Phase = "TRAIN"
+    transform: TransformSpec = TransformSpec()
+    cycle: int | None = None
+    on_bad_record: Literal["stop"] = "stop"
+
+    engine: Literal["ray", "inline"] = "inline"
+    workers: int | Literal["auto"] = "auto"
+    depth: int = 8
+    start_step: int = 0
+    stop_step: int | None = None
+    max_restarts: int = 3
+    stall_timeout_s: float = 60.0
+    start_timeout_s: float = 60.0
+    worker_cpus: float = 0.75
+    recorder_folder: str | None = None
+    detail: Literal["off", "steps", "full"] = "off"
+    fingerprints: Literal["off", "step", "layer"] = "off"
+    first_actor: int = 1
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        if self.on_bad_record != "stop":
+            raise UsageError(
+                f"not supported in this version: on_bad_record: {self.on_bad_record}",
+                expected="stop",
+                hint="check the data set with python -m datasets.verify first",
+            )
+        if self.phase not in PHASES:
+            raise UsageError("unknown phase", expected=" or ".join(PHASES), found=self.phase)
+        for name, least in (("batch", 1), ("depth", 1), ("start_step", 0), ("cycle", 1), ("max_restarts", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"{name} of a feed is out of range", expected=f"{least} or more", found=value)
+        if self.workers != "auto" and not 1 <= self.workers <= 256:
+            raise UsageError("feed.workers is out of range", expected="auto or 1 to 256", found=self.workers)
+
+    @property
+    def phase_number(self) -> int:
+        return PHASES[self.phase]
+
+    def starting_at(self, step: int) -> FeedSpec:
+        """The same feed from another step on."""
+        return replace(self, start_step=step)
+
+
+def feed_spec(
+    config: Config,
+    phase: Phase = "TRAIN",
+    start_step: int = 0,
+    stop_step: int | None = None,
+    recorder: Recorder | None = None,
+    cycle: int | None = None,
+) -> FeedSpec:
+    """The feed that a job's configuration asks for.
+
+    A TEST feed reads in order ``none`` through a small ring of its own, filled by one worker that shares a CPU.
+    Raises :class:`UsageError` where the phase has no data set or batch size.
+    """
+    data, feed, test = config.source(phase), config.feed, phase == "TEST"
+    section = f"data.{phase.lower()}"
+    for key in ("source", "batch"):
+        if getattr(data, key) is None:
+            raise UsageError(
+                f"{section}.{key} is not set",
+                hint=f"set it in the YAML, as --{section}.{key}, or in a data layer of the net",
+            )
+    transform = config.transform(phase)
+    recording = recorder is not None and recorder.enabled
+    return FeedSpec(
+        source=str(data.source),
+        batch=int(data.batch or 0),
+        backend=None if data.backend == "memory" else data.backend,
+        db=data.db,
+        tail=data.tail,
+        seed=config.order_seed,
+        shuffle="none" if test else config.data.order.shuffle,
+        phase=phase,
+        transform=TransformSpec(
+            crop=transform.crop,
+            mirror=transform.mirror,
+            mean_value=tuple(transform.mean_value),
+            mean_file=transform.mean_file,
+            scale=transform.scale,
+            color="color" if transform.force_color else "gray" if transform.force_gray else None,
+            python=transform.python,
+        ),
+        cycle=cycle,
+        on_bad_record=config.data.on_bad_record,  # type: ignore[arg-type]  # others are refused above
+        engine=feed.engine,
+        workers=1 if test else feed.workers,
+        depth=min(4, max(2, feed.depth)) if test else feed.depth,
+        start_step=start_step,
+        stop_step=stop_step,
+        max_restarts=feed.max_restarts,
+        stall_timeout_s=feed.stall_timeout_s,
+        worker_cpus=0.1 if test else 0.75,
+        recorder_folder=str(recorder.folder) if recording and recorder is not None else None,
+        detail=config.profile.detail if recording else "off",
+        fingerprints=config.profile.fingerprints,
+        first_actor=501 if test else 1,
+    )

@@ -1,0 +1,102 @@
+"""What a worker process does: claim a step, make its batch in place, say it is ready; until there is nothing left.
+
+Knows nothing of Ray, so that tests run it in plain processes too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pipeline.maker import BatchMaker, LocalReader, Probe, Reader
+from pipeline.process import Process
+from pipeline.ring import Blocked, Claim, Ring, RingAddress
+from pipeline.spec import FeedSpec
+from profiler.events import Flag, Kind, Stage
+from profiler.recorder import NULL, Recorder, set_current
+
+if TYPE_CHECKING:
+    from datasets.source import Source
+
+
+def work(
+    address: RingAddress, spec: FeedSpec, probed: Probe, row: int, reader: Reader | None = None
+) -> int:  # fmt: skip
+    """Fill slots of the ring at ``address`` as worker ``row``; returns how many batches were made.
+
+    Ends when every step is made, when the ring is closed or when the trainer's process is gone. An error of a record
+    leaves as the exception it is; the steps before it are in the ring and are not lost.
+    """
+    import threadpoolctl
+
+    trainer = Process(address.pid)
+    ring = Ring.attach(address)
+    with contextlib.ExitStack() as stack:
+        stack.callback(trainer.close)
+        stack.callback(ring.close)
+        stack.enter_context(threadpoolctl.threadpool_limits(1))
+        recorder = stack.enter_context(recording(spec, row))
+        if reader is None:
+            reader = LocalReader(stack.enter_context(contextlib.closing(open_data(spec))))
+        with recorder.span(Stage.START):
+            maker = BatchMaker(spec, probed, reader, recorder)
+            slots = [probed.layout.views(ring.payload(index)) for index in range(ring.depth)]
+        ring.enter(row)
+        stack.callback(slots.clear)
+        stack.callback(ring.leave, row)
+        made = 0
+        while (claim := _next(ring, row, trainer, recorder)) is not None:
+            flags = Flag.REDO if claim.redo else 0
+            with recorder.span(Stage.BATCH, step=claim.step, slot=claim.slot, flags=flags) as span:
+                batch = maker.make(claim.step, slots[claim.slot], index=claim.slot, flags=flags)
+                span.epoch, span.items = batch.epoch, batch.items
+                at = ring.ready(row, claim, items=batch.items, epoch=batch.epoch, hashes=batch.hashes)
+            recorder.add(
+                Kind.MARK, Stage.READY, at, at, step=claim.step, epoch=batch.epoch, slot=claim.slot, flags=flags
+            )
+            made += 1
+        return made
+
+
+def _next(ring: Ring, row: int, trainer: Process, recorder: Recorder) -> Claim | None:
+    """Wait for something to make; None when this worker's life is over."""
+    if not trainer.alive:
+        return None
+    found = ring.claim(row)
+    while isinstance(found, Blocked):
+        if found in (Blocked.DONE, Blocked.STOP):
+            return None
+        reason = found
+        with recorder.span(Stage.SLOT_WAIT if reason is Blocked.SLOT else Stage.LEASE_WAIT):
+            while found is reason:
+                if not ring.wait_free(trainer):
+                    return None
+                found = ring.claim(row)
+    return found
+
+
+def open_data(spec: FeedSpec) -> Source:
+    """The data set of a feed."""
+    from datasets.source import open_source
+
+    return open_source(spec.source, backend=spec.backend, db=spec.db)
+
+
+@contextlib.contextmanager
+def recording(spec: FeedSpec, row: int, role: str = "worker") -> Iterator[Recorder]:
+    """This process's recorder, as the feed asks for it."""
+    if spec.recorder_folder is None or spec.detail == "off":
+        yield NULL
+        return
+    prefix = "test-" if spec.phase == "TEST" else ""
+    name = f"{prefix}{role}-{row + 1}" if role == "worker" else f"{prefix}{role}"
+    with Recorder.open(
+        spec.recorder_folder, name, role, spec.first_actor + row, detail=spec.detail, fingerprints=spec.fingerprints
+    ) as recorder:
+        set_current(recorder)
+        recorder.watch_gc()
+        try:
+            yield recorder
+        finally:
+            set_current(NULL)
