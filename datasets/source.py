@@ -7,7 +7,6 @@ Nothing here ever creates, locks or writes anything in a data set's folder.
 
 from __future__ import annotations
 
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from datasets.errors import ManifestMismatch, SourceError, WrongBackend
+from datasets.errors import ManifestMismatch, WrongBackend
 from datasets.sniff import sniff
 from profiler.errors import StallscopeError, UsageError
 
@@ -195,42 +194,27 @@ def manifest_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _check_manifest(source: Source) -> None:
-    place = manifest_path(source.path)
-    try:
-        text = place.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        # No manifest: nothing to compare, but a damaged database shall fail here and not in the middle of a run.
-        len(source)
+    """Refuse a database that is not what its manifest says. Opens it, so damage shows now and not during a run."""
+    from datasets.manifest import key_text, read_manifest
+
+    records = len(source)
+    manifest = read_manifest(source.path)
+    if manifest is None or source.db is not None:  # a manifest speaks of the unnamed database
         return
-    except OSError as error:
-        raise SourceError(f"the manifest {place} cannot be read: {error.strerror}") from error
-    try:
-        document = json.loads(text)
-        expected = int(document["records"])
-    except (ValueError, KeyError, TypeError) as error:
+    found: dict[str, object] = {"records": records}
+    told: dict[str, object] = {"records": manifest.records}
+    if records and manifest.records == records:
+        found |= {"first key": key_text(source.key(0)), "last key": key_text(source.key(records - 1))}
+        told |= {"first key": manifest.first_key, "last key": manifest.last_key}
+    if found != told:
         raise ManifestMismatch(
-            f"{place} is not a manifest of a data set",
-            expected="JSON with 'records'",
-            found=str(error),
-            hint="make it again by converting again, or remove it to read the data set unchecked",
-        ) from error
-    if source.db is not None:
-        return  # the manifest speaks of the unnamed database
-    if len(source) != expected:
-        raise ManifestMismatch(
-            f"{source.name} does not hold what its manifest {place.name} says",
-            expected=f"{expected} records",
-            found=f"{len(source)} records",
+            f"{source.name} does not hold what its manifest {manifest_path(source.path)} says",
+            expected=", ".join(
+                f"{value} {name}" if name == "records" else f"{name} {value}" for name, value in told.items()
+            ),
+            found=", ".join(
+                f"{value} {name}" if name == "records" else f"{name} {value}" for name, value in found.items()
+            ),
             hint="the conversion or a copy was interrupted (a cut write-ahead log loses records silently): convert or "
             "copy again, or remove the manifest to read what is there",
         )
-    for position, field_name in ((0, "first_key"), (-1, "last_key")):
-        told = document.get(field_name)
-        if expected and isinstance(told, str):
-            key = source.key(position % expected)
-            if key.decode("utf-8", "backslashreplace") != told:
-                raise ManifestMismatch(
-                    f"{source.name} does not hold what its manifest {place.name} says",
-                    expected=f"{field_name} {told!r}",
-                    found=show_key(key),
-                )
