@@ -1,0 +1,225 @@
+"""The report of one run: ``python -m profiler.report RUN [--html F] [--json F] [--trace F]``.
+
+A report is plain data (:class:`profiler.finding.Report`) made from the run folder alone; terminal, HTML and JSON only
+write it down. The answer comes first, in one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from profiler import cli, correlate, findings, store
+from profiler.errors import StallscopeError
+from profiler.events import PARTITION
+from profiler.finding import Report
+from profiler.stalls import NO_STALL, Attribution, attribute
+from profiler.timeline import PART, Timeline, lanes
+from profiler.timeline import build as build_timeline
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Everything a rendering may draw: the run, its events (EVENT[n]), lane names, steps, blame and the report."""
+
+    run: store.Run
+    events: np.ndarray
+    lanes: dict[int, str]
+    timeline: Timeline
+    attribution: Attribution
+    report: Report
+
+
+def analyse(run: store.Run) -> Analysis:
+    """All of the analysis of a run, finished or not."""
+    events, names = lanes(run.events)
+    timeline = build_timeline(events)
+    config = run.manifest.get("config") or {}
+    attribution = attribute(
+        timeline, events, depth=_number(config, "feed", "depth"), lost_steps=findings.lost_steps(run.notes),
+        cores=_number(run.manifest.get("environment") or {}, "cpu", "usable"),
+    )  # fmt: skip
+    return Analysis(run, events, names, timeline, attribution, _report(run, timeline, attribution, config))
+
+
+def build(run: store.Run) -> Report:
+    """The report of a loaded run."""
+    return analyse(run).report
+
+
+def summarise(folder: str | Path) -> str:
+    """The terminal report of a run folder as plain text (what a pipeline prints at its end)."""
+    from profiler import terminal
+
+    return terminal.text(build(store.load_run(folder)))
+
+
+def write_default(folder: str | Path) -> tuple[Report, dict[str, Path]]:
+    """Write RUN/report.html and RUN/report.json; returns the report and the files by kind."""
+    analysis = analyse(store.load_run(folder))
+    files = {"html": Path(folder) / "report.html", "json": Path(folder) / "report.json"}
+    _write(analysis, files)
+    return analysis.report, files
+
+
+def _write(analysis: Analysis, files: dict[str, Path]) -> dict[str, str]:
+    """Write the files asked for; returns remarks (what a size cap left out) by kind."""
+    remarks: dict[str, str] = {}
+    for kind, path in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if kind == "json":
+                path.write_text(cli.dumps(analysis.report.to_json()) + "\n")
+            elif kind == "html":
+                from profiler import html
+
+                path.write_text(html.page(analysis), encoding="utf-8")
+            else:
+                from profiler import chrome_trace
+
+                remarks[kind] = chrome_trace.write(path, analysis.events, analysis.lanes).remark
+        except OSError as error:
+            raise StallscopeError(
+                f"cannot write {path}: {error.strerror}", hint=f"another path for --{kind}"
+            ) from error
+    return remarks
+
+
+def _number(document: dict[str, Any], *path: str) -> int | None:
+    value: Any = document
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _report(run: store.Run, timeline: Timeline, attribution: Attribution, config: dict[str, Any]) -> Report:
+    n = len(timeline)
+    wall = timeline.wall_ns
+    partition = {name: float(timeline.parts_ns[:, i].sum()) / 1e9 for i, name in enumerate(PARTITION)}
+    steady = timeline.steady
+    step_ms: dict[str, float | None] = {"p50": None, "p95": None, "p99": None}
+    if n:
+        values = np.quantile(wall[steady] / 1e6, [0.5, 0.95, 0.99])
+        step_ms = dict(zip(step_ms, (float(v) for v in values), strict=True))
+    au, kind = _utilisation(timeline, config)
+    return Report(
+        run=str(run.folder),
+        headline=headline(timeline, attribution),
+        outcome=findings.outcome(run),
+        steps=n,
+        cold_steps=int(timeline.first.sum()),
+        wall_s=float(wall.sum()) / 1e9,
+        step_ms=step_ms,
+        au=au,
+        au_kind=kind,
+        partition=partition,
+        stall_s=attribution.stall_s,
+        stalls=attribution.causes,
+        fix_together=attribution.fix_together,
+        slack=attribution.slack,
+        replay_error=attribution.replay_error,
+        correlation=correlate.feed_and_steps(timeline, attribution.models),
+        overhead=findings.overhead(run.notes, float(wall.sum()) / 1e9),
+        coverage=_coverage(timeline, attribution),
+        findings=findings.collect(run, timeline, attribution),
+        faults=findings.fault_counts(run.notes),
+    )
+
+
+def _utilisation(timeline: Timeline, config: dict[str, Any]) -> tuple[float | None, str]:
+    """(accelerator utilisation without cold steps, what it was made from)."""
+    steady = timeline.steady
+    wall = float(timeline.wall_ns[steady].sum()) if len(timeline) else 0.0
+    if wall <= 0:
+        return None, "n/a: no step was recorded"
+    nominal = (config.get("device") or {}).get("step_ms")
+    whole = steady & ~timeline.open
+    if timeline.emulated.any() and isinstance(nominal, int | float):
+        return min(1.0, float(nominal) * 1e6 * int(whole.sum()) / wall), "nominal compute / wall time (emulated)"
+    if timeline.device_ns.any():
+        return float(timeline.device_ns[steady].sum()) / wall, "device busy / wall time"
+    return float(timeline.parts_ns[steady, PART["compute"]].sum()) / wall, "compute / wall time"
+
+
+def _coverage(timeline: Timeline, attribution: Attribution) -> dict[str, Any]:
+    """How much of what the answer rests on was really read; shares 0..1, None where nothing could be."""
+    known = np.concatenate([m.known for m in attribution.models]) if attribution.models else np.zeros(0, bool)
+    reading = attribution.made.coverage
+    wall = float(timeline.wall_ns.sum())
+    return {
+        "batches": float(known.mean()) if len(known) else None,
+        "cpu": reading.get("cpu_ns"),
+        "run_queue": reading.get("runq_ns"),
+        "blocks_read": reading.get("inblock"),
+        "unattributed": float(timeline.parts_ns[:, PART["unattributed"]].sum()) / wall if wall else None,
+        "reason": None if len(known) and known.any() else "no stage inside the feed was recorded",
+    }
+
+
+def headline(timeline: Timeline, attribution: Attribution) -> str:
+    """The answer in one sentence."""
+    n = len(timeline)
+    if not n:
+        return "No training step was recorded, so there is nothing to say about stalls."
+    rows = ~timeline.first & ~timeline.open
+    if not rows.any():
+        rows = np.ones(n, bool)
+    wall = float(timeline.wall_ns[rows].mean()) / 1e6
+    stall = float(timeline.stall_ns[rows].mean()) / 1e6
+    wait = float(timeline.parts_ns[rows, PART["feed_wait"]].mean()) / 1e6
+    cold = float(timeline.stall_ns[timeline.first].sum()) / 1e9
+    start = f"; only the start was slow ({cold:.1f} s in the first step)" if attribution.cold_stall else ""
+    if not attribution.steady_stall:
+        share = f"{100 * stall / wall:.1f} %" if stall / wall >= 0.001 else "0.1 % or less"
+        return f"The accelerator was never starved: of {wall:.1f} ms a step, {share} was not compute{start}."
+    warm = [c for c in attribution.causes if c.why != "cold_start"] or list(attribution.causes)
+    total = sum(cause.seconds for cause in warm)
+    places: dict[str, float] = {}
+    for cause in warm:
+        places[cause.where] = places.get(cause.where, 0.0) + cause.seconds / total
+    top = sorted(places.items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in top if share >= 0.05)
+    reason = _REASONS[warm[0].why]
+    if wait >= 0.5 * stall:
+        return f"Steps waited {wait:.1f} ms of {wall:.1f} ms for data: {parts}{reason}."
+    return f"Steps lost {stall:.1f} ms of {wall:.1f} ms outside compute: {parts}."
+
+
+_REASONS = {
+    "throughput": "",
+    "straggler": "; single slow batches held up finished ones",
+    "backpressure": "; the ring was too shallow to work ahead",
+    "scheduling": "; hand-offs were noticed late",
+    "fault": "; a worker was lost",
+    "cold_start": "; the feed was starting up",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Say where the time of a run went, and write the report where asked."""
+    from profiler import terminal
+
+    parser = cli.Parser(prog="python -m profiler.report", description=main.__doc__)
+    parser.add_argument("run", metavar="RUN", help="run folder (finished, running or killed)")
+    for kind, what in (
+        ("html", "self-contained page"),
+        ("json", "document, schema 1"),
+        ("trace", "trace for Perfetto"),
+    ):
+        parser.add_argument(f"--{kind}", metavar="F", type=Path, help=f"write the report as a {what}")
+    arguments = parser.parse_args(argv)
+    analysis = analyse(store.load_run(arguments.run))
+    files = {kind: path for kind in ("html", "json", "trace") if (path := getattr(arguments, kind)) is not None}
+    remarks = _write(analysis, files)
+    terminal.show(analysis.report, files, remarks)
+    return cli.EXIT_OK
+
+
+__all__ = ["NO_STALL", "Analysis", "analyse", "build", "headline", "main", "summarise", "write_default"]
+
+if __name__ == "__main__":
+    cli.run(main)

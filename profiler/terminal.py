@@ -1,0 +1,123 @@
+"""The report on a terminal: one screen, the answer first."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from profiler.finding import Report
+
+COLOURS = {
+    "compute": "#0072b2",
+    "h2d": "#56b4e9",
+    "feed_wait": "#d55e00",
+    "sync": "#cc79a7",
+    "host": "#e69f00",
+    "test": "#009e73",
+    "checkpoint": "#8b5a2b",
+    "alloc": "#b79ad6",
+    "gc": "#d4c000",
+    "unattributed": "#8a8a8a",
+}
+"""Colour of each part, the same in every rendering: the Okabe-Ito palette (safe for the colour-blind) and more."""
+_LEVEL = {"fault": "bold red", "warning": "yellow", "info": "dim"}
+_WIDTH = 60
+
+
+def show(report: Report, files: Mapping[str, Path] = {}, remarks: Mapping[str, str] = {}) -> None:
+    """Print the report to standard output."""
+    _render(Console(highlight=False), report, files, remarks)
+
+
+def text(report: Report, files: Mapping[str, Path] = {}, width: int = 100) -> str:
+    """The same as plain text of ``width`` columns."""
+    console = Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
+    _render(console, report, files, {})
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def _render(console: Console, report: Report, files: Mapping[str, Path], remarks: Mapping[str, str]) -> None:
+    console.print(Text(report.headline, style="bold"))
+    console.print(Text(_numbers(report), style="dim"))
+    if report.wall_s > 0:
+        console.print()
+        console.print(_bar(report))
+        console.print(_legend(report))
+    console.print()
+    if report.stalls:
+        console.print(_causes(report))
+        console.print(Padding(Text.assemble(("try  ", "bold green"), report.stalls[0].remedy), (0, 0, 0, 2)))
+    elif report.steps:
+        console.print(Text("No stall."))
+    grave = [finding for finding in report.findings if finding.level != "info"]
+    for finding in grave[:6]:
+        console.print(Text.assemble((f"{finding.level:8}", _LEVEL[finding.level]), finding.text))
+    if len(grave) > 6:
+        console.print(Text(f"         and {len(grave) - 6} more (in the HTML and JSON reports)", style="dim"))
+    for kind, path in files.items():
+        remark = f"  ({remarks[kind]})" if remarks.get(kind) else ""
+        console.print(Text(f"{kind:6} {path}{remark}"), soft_wrap=True)
+
+
+def _numbers(report: Report) -> str:
+    """The line of figures under the answer."""
+    parts = [f"{report.run}: {report.steps} steps in {report.wall_s:.1f} s, {report.outcome}"]
+    if report.step_ms["p50"] is not None:
+        p50, p95, p99 = (report.step_ms[key] for key in ("p50", "p95", "p99"))
+        parts.append(f"step p50 {p50:.1f}  p95 {p95:.1f}  p99 {p99:.1f} ms")
+    if report.au is not None:
+        parts.append(f"utilisation {100 * report.au:.1f} %")
+    if report.replay_error is not None:
+        parts.append(f"replay off by {100 * report.replay_error:.1f} %")
+    return " | ".join(parts)
+
+
+def _bar(report: Report) -> Text:
+    bar = Text()
+    total = sum(report.partition.values())
+    used, done = 0, 0.0
+    for name, seconds in report.partition.items():
+        done += seconds
+        cells = round(_WIDTH * done / total) - used
+        used += cells
+        bar.append("█" * cells, style=COLOURS[name])
+    return bar
+
+
+def _legend(report: Report) -> Text:
+    legend = Text()
+    total = sum(report.partition.values())
+    for name, seconds in report.partition.items():
+        if seconds >= 0.001 * total:
+            legend.append("■ ", style=COLOURS[name])
+            legend.append(f"{name.replace('_', ' ')} {100 * seconds / total:.1f} %  ")
+    return legend
+
+
+def _causes(report: Report) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("where", "why"):
+        table.add_column(column)
+    for column in ("stall", "of stall", "gain alone"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for cause in report.stalls[:6]:
+        table.add_row(
+            cause.where,
+            cause.why,
+            f"{cause.seconds:.2f} s",
+            f"{100 * cause.share:.0f} %",
+            f"{cause.gain_alone_s:.2f} s",
+            Text("▇" * max(1, round(20 * cause.share)), style=COLOURS["feed_wait"]),
+        )
+    if len(report.stalls) > 6:
+        rest = report.stalls[6:]
+        seconds, share = sum(c.seconds for c in rest), sum(c.share for c in rest)
+        table.add_row(f"{len(rest)} more", "", f"{seconds:.2f} s", f"{100 * share:.0f} %", "", "")
+    return table
