@@ -27,9 +27,9 @@ _ANY_PART = re.compile(r"iter_(\d+)\.(?:caffemodel|solverstate|json)")
 
 
 class SnapshotWriter(Protocol):
-    """What a solver offers: write ``PREFIX_iter_N.caffemodel`` and ``.solverstate`` and return the two paths."""
+    """What a solver offers: write ``FOLDER/iter_N.caffemodel`` and ``.solverstate`` and return the two paths."""
 
-    def snapshot(self, prefix: str | Path) -> tuple[Path, Path]: ...
+    def snapshot(self, prefix: Path) -> tuple[Path, Path]: ...
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ def write(folder: Path, iteration: int, solver: SnapshotWriter, position: Mappin
     when the disk does not take it (full, read-only); older snapshots stay as they were.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / f".writing-{os.getpid()}"
+    scratch = folder / ".writing"
     name = f"iter_{iteration}"
     try:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
-        made = dict(zip(_PARTS, solver.snapshot(scratch / "new"), strict=True))
+        made = dict(zip(_PARTS, solver.snapshot(scratch), strict=True))
         files = {}
         for suffix, path in made.items():
             _sync(path)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-_SMOOTHING = 0.1  # weight of the newest step in the shown rate
+_WINDOW = 20  # steps that the shown rate is the mean of: the slow first one is soon forgotten
 _LINES_PER_RUN = 10  # where the solver asks for no display interval
 
 
@@ -20,7 +21,7 @@ class Display:
         self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
         self._interval = interval or max(1, (last - first) // _LINES_PER_RUN)
         self._last = last
-        self._step_s = 0.0
+        self._took_s: deque[float] = deque(maxlen=_WINDOW)
         self._before = time.monotonic()
         self._progress = Progress(
             TextColumn("training"),
@@ -47,12 +48,12 @@ class Display:
     def step(self, step: int, loss: float | None, rate: float | None, samples: int) -> None:
         """Show that step number ``step`` (from 0) is done. ``rate``: learning rate; ``samples``: in this batch."""
         now = time.monotonic()
-        took, self._before = now - self._before, now
-        self._step_s += (took - self._step_s) * (_SMOOTHING if self._step_s else 1.0)
+        self._took_s.append(now - self._before)
+        self._before = now
         figures = [] if loss is None else [f"loss {loss:.4f}"]
         if rate is not None:
             figures.append(f"lr {rate:.3g}")
-        figures.append(f"{samples / max(self._step_s, 1e-9):,.0f} samples/s")
+        figures.append(f"{samples * len(self._took_s) / max(sum(self._took_s), 1e-9):,.0f} samples/s")
         line = "  ".join(figures)
         self._progress.update(self._task, completed=step + 1, figures=line + self._accuracy)
         done = step + 1

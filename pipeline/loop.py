@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 def train(job: Job) -> None:
     """Do steps until the job has done its iterations or was asked to stop."""
     record, device, solver = job.recorder, job.device, job.solver
-    batches = iter(job.feed)
     while not job.done():
         step = job.step
         with record.span(Stage.STEP, step=step, flags=Flag.FIRST if step == job.first_step else 0) as whole:
@@ -24,21 +23,21 @@ def train(job: Job) -> None:
                 with record.span(Stage.TEST, step=step):
                     job.test()
 
-            batch = next(batches)  # the feed records how long this waits
-            whole.epoch, whole.items = batch.epoch, len(batch.ids)
+            batch = next(job.feed)  # the feed records how long this waits
+            whole.epoch, whole.items = batch.epoch, len(batch)
 
-            upload = device.upload(job.inputs(batch), step=step, epoch=batch.epoch)
+            upload = device.upload(job.inputs(batch), step=step, epoch=batch.epoch, slot=batch.slot)
             upload.wait()
             with record.span(Stage.HOST, step=step):
                 job.fingerprint_inputs(batch, upload.arrays)
             batch.release()  # its slot may be filled again: the device has its own copy
 
             with record.span(Stage.COMPUTE, step=step), device.compute(step=step, epoch=batch.epoch):
-                loss = solver.step_on(upload.arrays)
+                loss = solver.step_on(upload.arrays, epoch=batch.epoch)
 
             with record.span(Stage.HOST, step=step):
                 job.fingerprint_outcome(loss)
-                job.show(loss)
+                job.show(whole.items, loss)
             job.step = step + 1
             if job.snapshot_is_due():
                 with record.span(Stage.CHECKPOINT, step=step):

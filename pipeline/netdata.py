@@ -71,6 +71,13 @@ def _solver(document: dict[str, Any], run: dict[str, Any], base: Path, notes: li
     path = document["solver"] = existing("solver", document["solver"], base)
     solver = caffe_pb2.SolverParameter()
     read_message(Path(path), solver)
+    if solver.iter_size > 1 or len(solver.test_iter) > 1:
+        name, value = ("iter_size", solver.iter_size) if solver.iter_size > 1 else ("test_iter", list(solver.test_iter))
+        raise UsageError(
+            f"not supported in this version: {name}: {value} in {path}",
+            expected="iter_size 1" if name == "iter_size" else "one test net",
+            hint="make data.train.batch larger instead" if name == "iter_size" else "keep one test_iter",
+        )
     named = solver.net or solver.train_net
     if named and document.get("net") is None:
         document["net"] = existing(f"{path}: net", named, Path(path).parent)

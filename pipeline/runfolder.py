@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 import shutil
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,11 @@ def data_identity(source: Source) -> dict[str, Any]:
         record = source.read(index)
         digest.update(hashlib.sha256(record.key).digest() + hashlib.sha256(record.value).digest())
     return {**source.identity(), "content": digest.hexdigest()}
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers of a step depend on."""
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in ("numpy", "numba")}}
 
 
 def file_identity(path: str | None) -> dict[str, str] | None:

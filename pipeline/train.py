@@ -45,9 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load(arguments.config, flags)
     logging.basicConfig(level=config.run.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
 
-    from pipeline.job import (
-        run,
-    )  # what a job needs takes a second to import: after its configuration is known to be fine
+    # What a job needs takes a second to import: only after its configuration is known to be fine.
+    from pipeline.run import run
 
     return run(config, address=arguments.address)
 

@@ -23,8 +23,8 @@ class FakeSolver:
         self.content = content
         self.fail = fail
 
-    def snapshot(self, prefix: str | Path) -> tuple[Path, Path]:
-        weights, state = Path(f"{prefix}_iter_1.caffemodel"), Path(f"{prefix}_iter_1.solverstate")
+    def snapshot(self, prefix: Path) -> tuple[Path, Path]:
+        weights, state = prefix / "iter_1.caffemodel", prefix / "iter_1.solverstate"
         weights.write_bytes(self.content)
         if self.fail is not None:
             raise OSError(self.fail, os.strerror(self.fail))

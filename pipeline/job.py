@@ -1,0 +1,292 @@
+"""One job: opens all that the training loop touches, answers the loop's questions, and closes everything in order."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline import checkpoint, runfolder
+from pipeline.checkpoint import Snapshot
+from pipeline.config import Config, Phase
+from pipeline.display import Display
+from pipeline.records import RecordLog
+from pipeline.signals import StopRequest
+from profiler import hashing, recorder, store
+from profiler.errors import UsageError
+from profiler.events import Kind, Stage
+
+if TYPE_CHECKING:
+    from gpu.backend import Backend
+    from pipeline.feed import Batch, Feed
+
+
+class NoSolver:
+    """Stands where the solver does in a job that only feeds: a step computes nothing and has no loss."""
+
+    lr: float | None = None
+
+    def step_on(self, inputs: Mapping[str, Any], *, epoch: int = -1) -> float:
+        return math.nan
+
+
+class Job:
+    """Everything that a training loop touches; a context manager that closes it all, the recorder last.
+
+    Attributes
+    ----------
+    step: number of updates done, which is also the number of the next step.
+    first_step, last_step: where this part of the run began, and how many updates there are in all.
+    recorder, feed, device, solver: see docs/design.md, section 5.
+    test_results: ``{"step": updates done, output: mean, ...}`` of each test so far.
+    last_loss: of the newest step, None before the first. feed_stats: the feed's figures at the end.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        start: Snapshot | None,
+        stop: StopRequest,
+        display: Display,
+        address: str | None = None,
+    ) -> None:
+        self.config, self.folder, self.stop, self.display = config, folder, stop, display
+        self.first_step = self.step = start.iteration if start else 0
+        self.last_step = config.run.iterations or 0
+        self.test_results: list[dict[str, Any]] = []
+        self.last_loss: float | None = None
+        self.feed_stats: dict[str, Any] = {}
+        self._start = start
+        self._snapshot_at = start.iteration if start else -1
+        self._tested_at = -1
+        self._test_interval = self._test_iterations = 0
+        self._names: dict[Phase, tuple[str, ...]] = {"TRAIN": ("data", "label"), "TEST": ("data", "label")}
+        self._stack = ExitStack()
+        try:
+            self._open(address)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.feed_stats = self.feed.stats()
+        self._stack.close()
+
+    # -- what the loop asks ------------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """True when all iterations are done or a signal asked to stop."""
+        return self.step >= self.last_step or bool(self.stop)
+
+    def inputs(self, batch: Batch) -> dict[str, np.ndarray]:
+        """The host arrays of a batch by the names of the net's inputs."""
+        return self._named(batch, "TRAIN")
+
+    def test_is_due(self) -> bool:
+        """Before step i when i is a multiple of test_interval, as in Caffe; not twice at the same place."""
+        if not self._test_interval or self.step == self._tested_at or self.step % self._test_interval:
+            return False
+        return self.step > 0 or bool(self.solver.param.test_initialization)
+
+    def test(self) -> None:
+        """Run the test net over the first ``test_iter`` batches of the test set and show the means of its outputs."""
+        self._tested_at = self.step
+        outputs = self.solver.test(0, self._test_inputs())
+        means = {name: float(np.mean(value)) for name, value in outputs.items()}
+        self.test_results.append({"step": self.step, **means})
+        self.display.test(self.step, means)
+
+    def fingerprint_inputs(self, batch: Batch, arrays: Mapping[str, Any]) -> None:
+        """Log the batch's record numbers and, with ``fingerprints: step``, the hashes of what the step consumes."""
+        self._records.add(batch.step, batch.epoch, batch.ids)
+        if self.config.profile.fingerprints == "off":
+            return
+        hashes, write = batch.hashes, self.recorder.fingerprint
+        write(batch.step, "ids", hashes["ids"], hashes["ids_set"])
+        write(batch.step, "raw", hashes["raw"], hashes["raw_set"])
+        write(batch.step, "fill", hashes["fill"])
+        on_device = [self.device.backend.to_numpy(array) for array in arrays.values()]
+        write(batch.step, "device", hashing.ordered_parts(on_device))
+
+    def fingerprint_outcome(self, loss: float) -> None:
+        """With ``fingerprints: step``, log the hashes of the loss and of the parameters after the update."""
+        if self.config.profile.fingerprints == "off" or self.config.only_feeds:
+            return
+        from gpu.fingerprint import record_params
+
+        self.recorder.fingerprint(self.step, "loss", hashing.ordered(np.float32(loss).tobytes()))
+        record_params(self.recorder, self.step, self.solver.net)
+
+    def show(self, batch_size: int, loss: float) -> None:
+        """Progress on the terminal."""
+        self.last_loss = None if self.config.only_feeds else loss
+        self.display.step(self.step, self.last_loss, self.solver.lr, batch_size)
+
+    def snapshot_is_due(self) -> bool:
+        """After every ``checkpoint_every`` updates."""
+        every = self.config.run.checkpoint_every
+        return every > 0 and self.step % every == 0 and not self.config.only_feeds
+
+    def snapshot(self) -> None:
+        """Write weights, solver state and the sidecar of this step."""
+        position = {
+            "position": {**self.feed.state_dict(), "next_step": self.step},
+            "epoch": self.step // self.feed.steps_per_epoch,
+            "stream": self.stream,
+            "seeds": {"run": self.config.run.seed, "order": self.config.order_seed, "solver": self.solver.seed},
+            "net": runfolder.file_identity(self.config.net),
+            "solver": runfolder.file_identity(self.config.solver),
+            "data": self.identities,
+            "versions": runfolder.versions(),
+        }
+        checkpoint.write(self.folder / "snapshots", self.step, self.solver, position)
+        self._snapshot_at = self.step
+
+    def finish(self) -> None:
+        """After the loop: the last test (unless stopped) and the last snapshot (unless it has just been written)."""
+        if self.config.only_feeds:
+            return
+        if not self.stop and self._test_interval and self._tested_at != self.step:
+            with self.recorder.span(Stage.TEST, step=self.step):
+                self.test()
+        if self._snapshot_at != self.step:
+            with self.recorder.span(Stage.CHECKPOINT, step=self.step):
+                self.snapshot()
+
+    # -- opening -----------------------------------------------------------------------------------------------------
+
+    def _open(self, address: str | None) -> None:
+        from gpu.backend import blas_threads, select_backend
+        from gpu.device import open_device
+
+        began_ns = time.monotonic_ns()
+        config, stack = self.config, self._stack
+        self._open_recorder()
+        backend = select_backend(config.device.backend)
+        pools = blas_threads(config.device.blas_threads)
+        device = config.device
+        nominal = {"step_ms": device.step_ms, "h2d_gbps": device.h2d_gbps, "h2d_delay_ms": device.h2d_delay_ms}
+        emulated = nominal if backend.name == "emulated" else {}
+        self.device = stack.enter_context(open_device(backend, recorder=self.recorder, **emulated))
+        self._look_at_data()
+        if config.feed.engine == "ray":
+            from pipeline import ray_runtime
+
+            stack.enter_context(ray_runtime.running(config, address))
+        self.feed = self._open_feed("TRAIN", self.step, self.last_step)
+        self.solver: Any = NoSolver() if config.only_feeds else self._open_solver(backend)
+        self._records = stack.enter_context(contextlib.closing(RecordLog(self.folder)))
+        self.recorder.add(Kind.SPAN, Stage.START, began_ns, time.monotonic_ns())
+        store.update_manifest(
+            self.folder,
+            data=self.identities,
+            backend={"name": backend.name, "reason": backend.reason},
+            blas=[vars(pool) for pool in pools],
+        )
+
+    def _open_recorder(self) -> None:
+        from profiler.sampler import Sampler
+
+        profile, stack = self.config.profile, self._stack
+        self.recorder = recorder.Recorder.open(
+            self.folder, "trainer", "trainer", 0, profile.detail, profile.fingerprints
+        )
+        stack.callback(self.recorder.close)
+        recorder.set_current(self.recorder)
+        stack.callback(recorder.set_current, recorder.NULL)
+        self.recorder.watch_gc()
+        if profile.samplers_hz and profile.detail != "off":
+            sampler = Sampler(self.folder, profile.samplers_hz)
+            sampler.start()
+            stack.callback(sampler.stop)
+
+    def _look_at_data(self) -> None:
+        """Open each data set once: a wrong path fails before any process starts, and a resume must find the same."""
+        from datasets.source import open_source
+
+        self.identities = {}
+        phases: tuple[Phase, ...] = ("TRAIN", "TEST")
+        for phase in phases:
+            given = self.config.source(phase)
+            if given.source is None:
+                continue
+            backend = None if given.backend == "memory" else given.backend
+            with open_source(given.source, backend=backend, db=given.db) as source:
+                self.identities[phase.lower()] = runfolder.data_identity(source)
+        self.stream = runfolder.stream(self.config, self.identities["train"])
+        if self._start is not None:
+            checkpoint.check_same_stream(self._start, self.stream)
+
+    def _open_feed(self, phase: Phase, start: int, stop: int | None, cycle: int | None = None) -> Feed:
+        from pipeline.feed import Feed
+
+        return self._stack.enter_context(Feed(self.config, phase, start, stop, self.recorder, cycle=cycle))
+
+    def _open_solver(self, backend: Backend) -> Any:
+        from datasets import caffe_pb2
+        from gpu.prototxt import read_message
+        from gpu.solver import Solver
+
+        config, param = self.config, caffe_pb2.SolverParameter()
+        read_message(Path(str(config.solver)), param)
+        shapes, test_shapes = self._input_shapes("TRAIN", self.feed), None
+        if len(param.test_iter) and param.test_interval:
+            self._test_iterations, self._test_interval = int(param.test_iter[0]), int(param.test_interval)
+            self._test_feed = self._open_feed("TEST", 0, None, cycle=self._test_iterations)
+            test_shapes = self._input_shapes("TEST", self._test_feed)
+        solver = Solver(
+            str(config.solver),
+            net=str(config.net),
+            backend=backend,
+            input_shapes=shapes,
+            test_input_shapes=test_shapes,
+            seed=None if param.random_seed >= 0 else config.run.seed,
+        )
+        if self._start is not None:
+            solver.restore(self._start.state, weights=self._start.weights)
+        return solver
+
+    def _input_shapes(self, phase: Phase, feed: Feed) -> dict[str, tuple[int, ...]]:
+        """Shapes of the net's inputs in a phase, and their names, which :meth:`_named` uses from then on."""
+        from gpu.prototxt import data_layers, filter_net, load_net
+
+        net = str(self.config.net)
+        layers = data_layers(net, phase)
+        if layers:
+            names = layers[0].tops
+        else:
+            names = tuple(
+                top for layer in filter_net(load_net(net), phase).net.layer if not layer.bottom for top in layer.top
+            )
+        if not 1 <= len(names) <= 2:
+            raise UsageError(
+                f"{net}: the feed cannot fill the inputs of the net in {phase}",
+                expected="one input (data) or two (data, label)",
+                found=", ".join(names) or "none",
+            )
+        self._names[phase] = names
+        return dict(zip(names, (feed.shape, feed.label_shape), strict=False))
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+
+    def _named(self, batch: Batch, phase: Phase) -> dict[str, np.ndarray]:
+        return dict(zip(self._names[phase], (batch.data, batch.labels), strict=False))
+
+    def _test_inputs(self) -> Iterator[dict[str, np.ndarray]]:
+        for _ in range(self._test_iterations):
+            batch = next(self._test_feed)
+            yield self._named(batch, "TEST")
+            batch.release()

@@ -1,0 +1,99 @@
+"""A run from its folder to its report: what is written before the first step and after the last, however it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline import loop, runfolder
+from pipeline.config import Config
+from pipeline.display import Display
+from pipeline.job import Job
+from pipeline.signals import StopRequest
+from profiler import store
+from profiler.environment import environment
+from profiler.errors import StallscopeError
+
+_log = logging.getLogger(__name__)
+
+
+def run(config: Config, *, address: str | None = None) -> int:
+    """Run a job; returns the exit code: 0, or 130 and 143 after SIGINT and SIGTERM.
+
+    ``address``: the Ray cluster to join. Raises :class:`StallscopeError` for whatever a person can act on; the run
+    folder then says ``failed`` and why, and holds a report of what was done.
+    """
+    folder, found = runfolder.prepare(config)
+    quiet = config.run.log_level in ("warning", "error")
+    display = Display(found.snapshot.iteration if found.snapshot else 0, config.run.iterations or 0, quiet=quiet)
+    for note in (*config.notes, *found.ignored):
+        display.say(f"note: {note}")
+    if found.snapshot is not None:
+        display.say(f"resuming from iteration {found.snapshot.iteration}")
+    store.write_manifest(folder, _manifest(config, folder, found.ignored))
+    job: Job | None = None
+    with StopRequest() as stop:
+        try:
+            with Job(config, folder, found.snapshot, stop, display, address) as job:
+                display.start()
+                loop.train(job)
+                job.finish()
+            outcome = {"state": "interrupted", "signal": stop.signal.name} if stop.signal else {"state": "finished"}
+        except KeyboardInterrupt:
+            outcome = {"state": "interrupted", "signal": "SIGINT, twice: no snapshot was written"}
+        except BaseException as error:
+            display.stop()
+            _end(folder, {"state": "failed", "error": _in_words(error)}, job)
+            raise
+        display.stop()
+        _end(folder, outcome, job)
+        _summary(folder, display, job)
+        return stop.exit_code
+
+
+def _manifest(config: Config, folder: Path, ignored: list[str]) -> dict[str, Any]:
+    return {
+        "run": folder.name,
+        "config": config.model_dump(mode="json"),
+        "notes": [*config.notes, *ignored],
+        "environment": environment(),
+        "net": runfolder.file_identity(config.net),
+        "solver": runfolder.file_identity(config.solver),
+        "started_wall_ns": time.time_ns(),
+        "process": {"pid": os.getpid()},
+        "outcome": {"state": "running"},
+    }
+
+
+def _end(folder: Path, outcome: dict[str, Any], job: Job | None) -> None:
+    """Say how the run ended, merge its event streams and write its report. Nothing here hides how it ended."""
+    if job is not None:
+        outcome = {**outcome, "step": job.step, "loss": job.last_loss}
+        store.update_manifest(folder, tests=job.test_results, feed=job.feed_stats)
+    store.update_manifest(folder, outcome=outcome, ended_wall_ns=time.time_ns())
+    try:
+        from profiler.report import write_default
+
+        store.compact(folder)
+        write_default(folder)
+    except (StallscopeError, OSError, ValueError) as error:
+        _log.warning("no report was written: %s; python -m profiler.report %s tries again", error, folder)
+
+
+def _summary(folder: Path, display: Display, job: Job | None) -> None:
+    from profiler.report import summarise
+
+    display.say("")
+    display.say(summarise(folder))
+    files = {"report": folder / "report.html", "figures": folder / "report.json", "run folder": folder}
+    if job is not None and not job.config.only_feeds:
+        files["weights"] = folder / "snapshots" / f"iter_{job.step}.caffemodel"
+    display.say("")
+    display.files({name: path for name, path in files.items() if path.exists()})
+
+
+def _in_words(error: BaseException) -> str:
+    return str(error) if isinstance(error, StallscopeError) else f"{type(error).__name__}: {error}"

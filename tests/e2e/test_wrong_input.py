@@ -1,0 +1,129 @@
+"""Whatever a person gets wrong ends with exit code 2 and one readable message, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import EXAMPLE, Databases, train
+
+NET = EXAMPLE.with_name("lenet_train_test.prototxt").read_text()
+SOLVER = EXAMPLE.with_name("lenet_solver.prototxt").read_text()
+SMALL = ["--feed.engine=inline", "--run.folder=run", "--profile.samplers_hz=0", "--data.train.batch=16"]
+
+
+def _without_data_layers(net: str) -> str:
+    """The net with its two data layers replaced by plain inputs."""
+    first, last = net.index('layer {\n  name: "digits"'), net.index('layer {\n  name: "conv1"')
+    inputs = 'input: "data" input_shape { dim: 16 dim: 1 dim: 28 dim: 28 } input: "label" input_shape { dim: 16 }\n'
+    return net[:first] + inputs + net[last:]
+
+
+def _idx(folder: Path, label: int) -> Path:
+    """A tiny MNIST in idx files with one label of every record."""
+    images, labels = folder / "bad-images-idx3-ubyte", folder / "bad-labels-idx1-ubyte"
+    images.write_bytes(struct.pack(">4i", 2051, 16, 28, 28) + bytes(16 * 28 * 28))
+    labels.write_bytes(struct.pack(">2i", 2049, 16) + bytes([label]) * 16)
+    return images
+
+
+def _check(*arguments: str | Path, cwd: Path, says: list[str]) -> None:
+    done = train(*arguments, cwd=cwd)
+    assert done.code == 2, f"{done.code}: {done.out}{done.err}"
+    assert "Traceback" not in done.err + done.out
+    errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done.err
+    assert len(done.err.splitlines()) <= 8, done.err
+    for fragment in says:
+        assert fragment in done.err, f"{fragment!r} is not in:\n{done.err}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["missing.yaml"], ["no configuration file missing.yaml"]),
+        ([], ["no configuration given"]),
+        ([EXAMPLE, "--data.train.source=nowhere"], ["data.train.source: nowhere does not exist"]),
+        ([EXAMPLE, "--data.train.source=empty"], ["empty", "is empty", "data.mdb"]),
+        ([EXAMPLE, "--data.train.source=text"], ["holds neither an LMDB nor a LevelDB"]),
+        ([EXAMPLE, "--net=missing.prototxt"], ["net: missing.prototxt does not exist"]),
+        ([EXAMPLE, "--feed.wrokers=3"], ["unknown key feed.wrokers", "did you mean feed.workers?"]),
+        ([EXAMPLE, "--workers", "3"], ["unknown key workers", "did you mean feed.workers?"]),
+        ([EXAMPLE, "--feed.workers=0"], ["feed.workers", "auto or an integer from 1 to 256"]),
+        ([EXAMPLE, "--feed.workers"], ["--feed.workers", "expected one argument"]),
+        ([EXAMPLE, "--trainers=2"], ["not supported in this version: trainers: 2"]),
+        ([EXAMPLE, "--data.order.emit=arrival"], ["not supported in this version: data.order.emit: arrival"]),
+        ([EXAMPLE, "--data.train.backend=leveldb"], ["LMDB", "LEVELDB"]),
+        ([EXAMPLE, "--data.transform.crop=29"], ["crop", "at most 28"]),
+        ([EXAMPLE, "--data.transform.mean_value=[1,2,3]"], ["mean_value", "1 channel"]),
+        ([EXAMPLE, "--data.transform.python=nothere:f"], ["transform.python", "nothere"]),
+        (["list.yaml"], ["list.yaml holds no mapping"]),
+        (["broken.yaml"], ["broken.yaml, line 2", "not valid YAML"]),
+        (["typo.yaml"], ["typo.yaml: unknown key feed.worker", "did you mean feed.workers?"]),
+        (["twice.yaml"], ["twice.yaml, line 2", "given twice"]),
+        ([EXAMPLE, "--net=bad_field.prototxt"], ["bad_field.prototxt", "num_outputs"]),
+        ([EXAMPLE, "--net=bad_bottom.prototxt"], ["pool7"]),
+        ([EXAMPLE, "--solver=bad_solver.prototxt"], ["bad_solver.prototxt", "max_iters"]),
+        (["no_data.yaml"], ["no data layer and the configuration has no data.train.source"]),
+    ],
+)
+def test_wrong_input_is_one_message_and_exit_code_2(
+    databases: Databases, tmp_path: Path, arguments: list[str], says: list[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "notes.txt").write_text("no database")
+    (tmp_path / "list.yaml").write_text("- net\n- solver\n")
+    (tmp_path / "broken.yaml").write_text("feed: {workers: 2\nrun: {seed: 1}\n")
+    (tmp_path / "typo.yaml").write_text("feed: {worker: 2}\n")
+    (tmp_path / "twice.yaml").write_text("trainers: 1\ntrainers: 1\n")
+    (tmp_path / "bad_field.prototxt").write_text(NET.replace("num_output: 20", "num_outputs: 20"))
+    (tmp_path / "bad_bottom.prototxt").write_text(NET.replace('bottom: "pool2"', 'bottom: "pool7"'))
+    (tmp_path / "bad_solver.prototxt").write_text(SOLVER.replace("max_iter: 500", "max_iters: 500"))
+    (tmp_path / "plain.prototxt").write_text(_without_data_layers(NET))
+    (tmp_path / "plain_solver.prototxt").write_text(SOLVER)
+    (tmp_path / "no_data.yaml").write_text("net: plain.prototxt\nsolver: plain_solver.prototxt\n")
+    given = {str(word).partition("=")[0] for word in arguments}
+    data = [flag for flag in databases.flags("lmdb") if flag.partition("=")[0] not in given]
+    flags = [*data, *SMALL] if EXAMPLE in arguments else []
+    _check(*arguments, *flags, cwd=tmp_path, says=says)
+
+
+def test_a_label_outside_of_the_nets_range(databases: Databases, tmp_path: Path) -> None:
+    from datasets.convert import main
+
+    assert main(["idx", str(_idx(tmp_path, 10)), str(tmp_path / "bad_lmdb")]) == 0
+    data = ["--data.train.source=bad_lmdb", databases.flags("lmdb")[1]]
+    _check(EXAMPLE, *data, *SMALL, cwd=tmp_path, says=["label", "10"])
+
+
+def test_a_used_run_folder_is_refused_and_a_foreign_folder_never_removed(databases: Databases, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("precious")
+    job = [EXAMPLE, *databases.flags("lmdb"), *SMALL]
+    _check(*job, cwd=tmp_path, says=["the run folder run is not empty", "--run.if_exists"])
+    _check(*job, "--run.if_exists=replace", cwd=tmp_path, says=["does not look like a run"])
+    assert (tmp_path / "run" / "thesis.txt").read_text() == "precious"
+
+
+def test_a_cut_database_is_found_before_the_first_step(databases: Databases, tmp_path: Path) -> None:
+    shutil.copytree(databases.folder / "train_lmdb", tmp_path / "cut_lmdb")
+    whole = (tmp_path / "cut_lmdb" / "data.mdb").read_bytes()
+    (tmp_path / "cut_lmdb" / "data.mdb").write_bytes(whole[: len(whole) // 2])
+    data = ["--data.train.source=cut_lmdb", databases.flags("lmdb")[1]]
+    _check(EXAMPLE, *data, *SMALL, cwd=tmp_path, says=["cut_lmdb", "copy"])
+
+
+def test_another_stream_is_not_resumed(databases: Databases, tmp_path: Path) -> None:
+    job = [EXAMPLE, *databases.flags("lmdb"), *SMALL]
+    assert train(*job, "--run.iterations=2", cwd=tmp_path).code == 0
+    _check(*job, "--run.if_exists=resume", "--run.iterations=2", cwd=tmp_path, says=["done its 2 iterations"])
+    for flag, name in (("--data.order.seed=9", "seed"), ("--data.transform.scale=0.5", "transform.scale")):
+        _check(*job, "--run.if_exists=resume", "--run.iterations=4", flag, cwd=tmp_path, says=["iter_2", name])
+    _check(
+        *job[:-1], "--data.train.batch=8", "--run.if_exists=resume", "--run.iterations=4",
+        cwd=tmp_path, says=["batch = 16", "batch = 8"],
+    )  # fmt: skip
