@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from gpu.layers.base import Array, Context, Layer, Scratch, Shape
 from gpu.prototxt import DataLayer, PrototxtError, data_layer, filter_net, load_net
 from gpu.wiring import Graph, Node, wire
 from profiler.errors import StallscopeError, UsageError
+
+if TYPE_CHECKING:
+    from gpu.caffemodel import CopyReport
 
 _COMPILED = ("numpy", "emulated")
 """Backends whose arrays the numba kernels can work on."""
@@ -30,15 +33,6 @@ class Param:
     lr_mult: float
     decay_mult: float
     name: str
-
-
-@dataclass(frozen=True)
-class CopyReport:
-    """What copying weights did: layers ``copied``, layers of the file ``ignored``, layers of the net ``left`` as is."""
-
-    copied: tuple[str, ...]
-    ignored: tuple[str, ...]
-    left: tuple[str, ...]
 
 
 @dataclass
@@ -203,57 +197,37 @@ class Net:
         for param in self.learnable:
             param.blob.device_diff[...] = 0
 
-    def copy_from(self, source: str | Path | Mapping[str, Sequence[np.ndarray]]) -> CopyReport:
-        """Copy weights by layer name from a ``.caffemodel`` (or a mapping of arrays).
+    def copy_from(self, path: str | Path) -> CopyReport:
+        """Copy weights by layer name from a ``.caffemodel``; all or nothing (:func:`gpu.caffemodel.copy_weights`)."""
+        from gpu.caffemodel import copy_weights
 
-        Old four-axis shapes with leading ones are accepted. Nothing is copied unless everything fits: raises
-        StallscopeError with all mismatches, and where no name agrees.
-        """
-        if isinstance(source, Mapping):
-            stored, where = source, "the given weights"
-        else:
-            from gpu.caffemodel import read_weights
-
-            stored, where = read_weights(source), str(source)
-        pairs: list[tuple[Blob, np.ndarray]] = []
-        problems = []
-        names = [name for name in self.params if stored.get(name)]
-        for name in names:
-            arrays, blobs = stored[name], self.params[name]
-            if len(arrays) != len(blobs):
-                problems.append(f"{name}: {len(arrays)} blobs in the file, {len(blobs)} in the net")
-                continue
-            for i, (array, blob) in enumerate(zip(arrays, blobs, strict=True)):
-                if not _fits(array.shape, blob.shape):
-                    kind = "same count, other shape" if array.size == blob.count else "other size"
-                    problems.append(f"{name}.{i}: {array.shape} in the file, {blob.shape} in the net ({kind})")
-                else:
-                    pairs.append((blob, array.reshape(blob.shape)))
-        if problems:
-            raise StallscopeError(
-                f"weights from {where} do not fit the net",
-                found="; ".join(problems),
-                hint="rename a layer that is meant to start anew",
-            )
-        if not names:
-            raise StallscopeError(
-                f"no layer of {where} has the name of a layer with parameters of the net",
-                expected=", ".join(self.params),
-                found=", ".join(stored) or "no layers",
-            )
-        for blob, array in pairs:
-            blob.data = array
-        return CopyReport(
-            tuple(names),
-            tuple(name for name, arrays in stored.items() if len(arrays) and name not in self.params),
-            tuple(name for name in self.params if name not in names),
-        )
+        return copy_weights(self, path)
 
     def save(self, path: str | Path) -> None:
-        """Write the weights as a ``.caffemodel``."""
-        from gpu.caffemodel import write_weights
+        """Write the weights as a ``.caffemodel``, whole or not at all."""
+        from gpu.caffemodel import write_layers
 
-        write_weights(path, self)
+        write_layers(path, self.name, [(layer.spec, [blob.data for blob in layer.blobs]) for layer in self.layers])
+
+    def share_params(self, other: Net) -> None:
+        """Use the parameters of ``other``, by layer name, in place of this net's own (one memory, no copies).
+
+        Layers that ``other`` lacks keep theirs. Raises StallscopeError where the shapes of two layers differ.
+        """
+        replaced: dict[int, Blob] = {}
+        for layer in self.layers:
+            theirs = other.params.get(layer.name, [])
+            own, given = [blob.shape for blob in layer.blobs], [blob.shape for blob in theirs]
+            if not theirs or not own:
+                continue
+            if own != given:
+                raise layer.error("cannot share parameters of other shapes", expected=own, found=given)
+            replaced.update({id(mine): blob for mine, blob in zip(layer.blobs, theirs, strict=True)})
+        for layer in self.layers:
+            layer.blobs[:] = [replaced.get(id(blob), blob) for blob in layer.blobs]
+        self.learnable = [replace(param, blob=replaced.get(id(param.blob), param.blob)) for param in self.learnable]
+        if self._steps is not None:
+            self._plan_backward()
 
     def _set(self, name: str, value: Any, gradient: bool = False) -> None:
         blob = self.blobs[name]
@@ -368,10 +342,3 @@ def _shared(layer: Layer, index: int, spec: Any, shape: Shape, blob: Blob, owner
             found=shape,
         )
     return Blob(shape, blob.xp, blob.device_data.reshape(shape), blob.device_diff.reshape(shape))
-
-
-def _fits(stored: Shape, wanted: Shape) -> bool:
-    """Equal, or an old four-axis shape that only has ones in front."""
-    missing = len(stored) - len(wanted)
-    old = len(stored) == 4 and missing > 0 and all(size == 1 for size in stored[:missing])
-    return tuple(stored) == tuple(wanted) or (old and tuple(stored[missing:]) == tuple(wanted))

@@ -115,7 +115,7 @@ class Layer(ABC):
 
     @abstractmethod
     def shapes(self, bottoms: Sequence[Shape]) -> list[Shape]:
-        """Shapes of the tops; sets ``param_shapes`` and reserves scratch. Raise LayerError for inputs that do not fit."""
+        """Shapes of the tops; sets ``param_shapes``, reserves scratch. Raise LayerError for inputs that do not fit."""
 
     def allocate(self) -> None:  # noqa: B027 - most layers keep nothing
         """Make the arrays of the layer's own that live from forward to backward; shapes are known."""

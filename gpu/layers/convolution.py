@@ -220,9 +220,7 @@ class Convolution(_Windowed):
         for length, k, s, p, d in zip(size, kernel, stride, pad, dilation, strict=True):
             extent = d * (k - 1) + 1
             if length + 2 * p < extent:
-                raise self.error(
-                    "the kernel is larger than the padded input", expected=f">= {extent}", found=length + 2 * p
-                )
+                raise self.error("the kernel exceeds the padded input", expected=f">= {extent}", found=length + 2 * p)
             out.append((length + 2 * p - extent) // s + 1)
         outputs = self._param.num_output
         geometry = Geometry(channels, tuple(size), kernel, stride, pad, dilation, tuple(out))

@@ -75,9 +75,7 @@ class Pooling(Layer):
             kernel, stride, pad = self._kernel[axis], self._stride[axis], self._pad[axis]
             span = length + 2 * pad - kernel
             if span < 0:
-                raise self.error(
-                    "the kernel is larger than the padded input", expected=f"<= {length + 2 * pad}", found=kernel
-                )
+                raise self.error("the kernel exceeds the padded input", expected=f"<= {length + 2 * pad}", found=kernel)
             count = (span // stride if p.round_mode == _FLOOR else -(-span // stride)) + 1
             if any(self._pad) and (count - 1) * stride >= length + pad:
                 count -= 1
