@@ -250,10 +250,10 @@ class Recorder:
         if actor is None:
             actor = self.actor
         row = (kind, stage, flags, actor, epoch, slot, step, t0_ns, t1_ns, cpu_ns, runq_ns, inblock, items, nbytes)
-        if not self._put(row):
-            self.flush()
-            if not self._put(row):
+        while not self._put(row):
+            if not self.flush():
                 self.lost += 1
+                return
 
     def mark(
         self, stage: int, *, step: int = -1, epoch: int = -1, slot: int = -1, items: int = 0, nbytes: int = 0,
@@ -305,18 +305,22 @@ class Recorder:
 
     # writing -------------------------------------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Append what was recorded to the files. Errors are counted and logged once, never raised."""
+    def flush(self) -> bool:
+        """Append what was recorded to the files; errors are counted and logged once, never raised.
+
+        Returns False where the buffer could not be emptied, because another write hangs or is under way in this thread.
+        """
         if not self._live or not self._io.acquire(timeout=CLOSE_S / 2):
-            return
+            return False
         try:
-            # A signal handler may get here while its own thread is writing: the stream must not be cut into.
-            if not self._writing:
-                self._writing = True
-                try:
-                    self._write_out()
-                finally:
-                    self._writing = False
+            if self._writing:  # a signal handler came in the middle of its own thread's write
+                return False
+            self._writing = True
+            try:
+                self._write_out()
+            finally:
+                self._writing = False
+            return True
         finally:
             self._io.release()
 

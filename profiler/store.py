@@ -26,7 +26,6 @@ SCHEMA = 1
 KIND = "stallscope-run"
 _COMPACT = "events.parquet"
 _PROCESSES = b"stallscope.processes"
-_NUMBERS = ("actor", "pid", "monotonic_ns", "wall_ns")
 _OF_EVENTS = ("process", "name", "role", "pid")
 _OF_FINGERPRINTS = ("process", "role", "actor")
 _OF_SAMPLES = ("process", "host")
@@ -211,7 +210,7 @@ def _load_streams(
         except OSError as error:
             problems.append(f"{where}: {error}")
             continue
-        if table is not None and (table.schema != schema or "pid" not in identity):
+        if table is not None and table.schema != schema:
             table, problem = None, "other columns than expected, left out"
         if problem:
             problems.append(f"{where}: {problem}")
@@ -248,7 +247,7 @@ def _schema(schema: pa.Schema, extras: Iterable[str]) -> pa.Schema:
     """Columns of a loaded table: those of the stream, strings as dictionaries, and those of the process."""
     text = pa.dictionary(pa.int32(), pa.string())
     fields = [pa.field(column.name, text if column.type == pa.string() else column.type) for column in schema]
-    return pa.schema(fields + [pa.field(name, pa.int64() if name in _NUMBERS else text) for name in extras])
+    return pa.schema(fields + [pa.field(name, pa.int64() if name in streams.NUMBERS else text) for name in extras])
 
 
 def _with_identity(table: pa.Table, process: str, identity: dict[str, str], extras: Iterable[str]) -> pa.Table:
@@ -256,7 +255,7 @@ def _with_identity(table: pa.Table, process: str, identity: dict[str, str], extr
     columns = [column.dictionary_encode() if column.type == pa.string() else column for column in table.itercolumns()]
     values = {"process": process, **_plain(identity)}
     for name in extras:
-        if name in _NUMBERS:
+        if name in streams.NUMBERS:
             columns.append(pa.repeat(pa.scalar(values[name], pa.int64()), table.num_rows))
         else:
             index = pa.repeat(pa.scalar(0, pa.int32()), table.num_rows)
@@ -265,7 +264,7 @@ def _with_identity(table: pa.Table, process: str, identity: dict[str, str], extr
 
 
 def _plain(identity: dict[str, str]) -> dict[str, Any]:
-    return {key: int(value) if key in _NUMBERS else value for key, value in identity.items()}
+    return {key: int(value) if key in streams.NUMBERS else value for key, value in identity.items()}
 
 
 def _is_dead(identity: dict[str, str]) -> bool:

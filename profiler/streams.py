@@ -18,6 +18,9 @@ from profiler.events import EVENT
 
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
+NUMBERS = ("actor", "pid", "monotonic_ns", "wall_ns")
+"""Entries of a stream's identity that are integers."""
+
 EVENTS = pa.schema([(name, pa.from_numpy_dtype(EVENT[name])) for name in EVENT.names or ()])
 """Columns of an event stream: the fields of :data:`profiler.events.EVENT`."""
 
@@ -126,9 +129,11 @@ def read_stream(path: Path) -> tuple[pa.Table | None, dict[str, str], str | None
         source.seek(0)
         try:
             reader = pa.ipc.open_stream(source)
-        except (pa.ArrowInvalid, OSError) as error:
+            identity = {key.decode(): value.decode() for key, value in (reader.schema.metadata or {}).items()}
+            for number in NUMBERS:
+                int(identity[number])
+        except (pa.ArrowException, OSError, ValueError, KeyError) as error:
             return None, {}, f"unreadable from the start ({_first_line(error)})", False
-        identity = {key.decode(): value.decode() for key, value in (reader.schema.metadata or {}).items()}
         batches = []
         problem = None
         while True:
@@ -137,7 +142,7 @@ def read_stream(path: Path) -> tuple[pa.Table | None, dict[str, str], str | None
                 batch.validate(full=True)
             except StopIteration:
                 break
-            except (pa.ArrowInvalid, OSError) as error:
+            except (pa.ArrowException, OSError, ValueError) as error:
                 problem = f"cut within a message; everything before it was read ({_first_line(error)})"
                 break
             batches.append(batch)
