@@ -194,13 +194,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="{images,list,idx,npz}", parser_class=Parser)
     about = {
-        "images": ("SRC: a folder with one folder of images for each class", "key: %%08d_path"),
-        "list": ("SRC: a text file, 'path label' on each line", "key: %%08d_path"),
-        "idx": ("SRC: MNIST's file of images, gzip or not", "key: %%08d"),
-        "npz": ("SRC: a .npz file with arrays 'images' (uint8) and 'labels'", "key: %%08d"),
+        "images": ("SRC: a folder with one folder of images for each class", "key: %08d_path"),
+        "list": ("SRC: a text file, 'path label' on each line", "key: %08d_path"),
+        "idx": ("SRC: MNIST's file of images, gzip or not", "key: %08d"),
+        "npz": ("SRC: a .npz file with arrays 'images' (uint8) and 'labels'", "key: %08d"),
     }
     for kind, (text, key) in about.items():
-        sub = kinds.add_parser(kind, help=text, description=f"{text}; {key}".replace("%%", "%"))
+        sub = kinds.add_parser(kind, help=text, description=f"{text}; {key}")
         sub.add_argument("source", metavar="SRC")
         sub.add_argument("out", metavar="OUT", help="folder of the new database")
         sub.add_argument("--backend", choices=sorted(writer.WRITERS), default="lmdb", help="default: lmdb")

@@ -114,7 +114,15 @@ def image_datum(stored: bytes, label: int, where: str, options: ImageOptions) ->
 
     as_stored = Datum(data=stored, encoded=True)
     if options.encoded and options.size is None and not options.gray:
-        image = decode.to_image(as_stored, where)
+        try:
+            image = decode.to_image(as_stored, where)
+        except decode.ImageModeError as error:
+            raise InputError(
+                error.what,
+                expected=error.expected,
+                found=error.found,
+                hint="without --encoded, or with --gray, colour modes with palette or alpha are converted",
+            ) from error
         return Converted(serialize(data=stored, label=label, encoded=True), _shape(image), label, True)
     image = decode.to_image(as_stored, where, color="gray" if options.gray else "color")
     if options.size is not None:
@@ -152,7 +160,12 @@ def open_images(folder: Path, options: ImageOptions) -> ImageFiles:
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}", hint="a folder with one folder of images for each class")
     found: list[str] = []
-    for place, folders, names in os.walk(folder, followlinks=True):
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True, onerror=_unreadable):
+        if os.path.realpath(place) in seen:  # a link that leads back
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(place))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         relative = Path(place).relative_to(folder)
         found += [
@@ -174,6 +187,10 @@ def open_images(folder: Path, options: ImageOptions) -> ImageFiles:
     inputs = ImageFiles(folder, [(name, number[name.split(os.sep, 1)[0]]) for name in found], options)
     inputs.classes = classes
     return inputs
+
+
+def _unreadable(error: OSError) -> None:
+    raise InputError(f"the folder {error.filename} cannot be read: {error.strerror}") from error
 
 
 def open_list(file: Path, root: Path | None, options: ImageOptions) -> ImageFiles:

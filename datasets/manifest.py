@@ -136,7 +136,7 @@ def checksum_path(path: str | os.PathLike[str]) -> Path:
 def write_manifest(path: str | os.PathLike[str], manifest: Manifest, crcs: NDArray[np.uint32]) -> None:
     """Write manifest and checksums of the database at ``path``; each file appears whole or not at all.
 
-    The manifest comes last, so where there is a manifest there are checksums.
+    The manifest comes last, so where there is a manifest there are checksums. Raises :class:`StallscopeError`.
     """
     _write_whole(checksum_path(path), crcs.astype("<u4").tobytes())
     _write_whole(manifest_path(path), (json.dumps(asdict(manifest), indent=1, ensure_ascii=False) + "\n").encode())
@@ -215,9 +215,10 @@ def _write_whole(place: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, place)
-    except BaseException:
+    except OSError as error:
+        raise StallscopeError(f"{place} cannot be written: {error.strerror}") from error
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def _created_by() -> str:

@@ -95,7 +95,10 @@ class LmdbWriter(Writer):
                 raise StallscopeError(f"writing the LMDB failed: {error}", hint="is the disk full?") from error
 
     def _finish(self) -> None:
-        self._env.sync(True)
+        try:
+            self._env.sync(True)
+        except self._lmdb.Error as error:
+            raise StallscopeError(f"writing the LMDB failed: {error}", hint="is the disk full?") from error
         self._env.close()
 
     def abandon(self) -> None:
@@ -123,17 +126,25 @@ class LevelDbWriter(Writer):
                 for key, value in records:
                     batch.put(key, value)
         except self._plyvel.Error as error:
-            raise StallscopeError(f"writing the LevelDB failed: {error}", hint="is the disk full?") from error
+            raise StallscopeError(f"writing the LevelDB failed: {_plain(error)}", hint="is the disk full?") from error
 
     def _finish(self) -> None:
         try:
             self._db.compact_range()
         except self._plyvel.Error as error:
-            raise StallscopeError(f"compacting the LevelDB failed: {error}", hint="is the disk full?") from error
+            raise StallscopeError(
+                f"compacting the LevelDB failed: {_plain(error)}", hint="is the disk full?"
+            ) from error
         self._db.close()
 
     def abandon(self) -> None:
         self._db.close()
+
+
+def _plain(error: Exception) -> str:
+    """plyvel's messages are bytes."""
+    text = error.args[0] if error.args else ""
+    return text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
 
 
 WRITERS: dict[str, type[LmdbWriter] | type[LevelDbWriter]] = {"lmdb": LmdbWriter, "leveldb": LevelDbWriter}
@@ -172,7 +183,10 @@ def new_folder(out: Path) -> Iterator[Path]:
     """
     _sweep(out)
     temporary = out.with_name(f".{out.name}.part-{_owner()}")
-    temporary.mkdir()
+    try:
+        temporary.mkdir()
+    except OSError as error:
+        raise UsageError(f"nothing can be written in {out.parent.absolute()}: {error.strerror}") from error
     try:
         yield temporary
         _publish(temporary, out)

@@ -197,9 +197,15 @@ def test_a_failed_conversion_leaves_what_was_there(npz: Path, tmp_path: Path, mo
     run("npz", npz, tmp_path / "out")
     before = pairs(tmp_path / "out")
 
+    def interrupted(self: convert_inputs.Arrays, index: int) -> convert_inputs.Converted:
+        raise KeyboardInterrupt
+
     def broken(self: convert_inputs.Arrays, index: int) -> convert_inputs.Converted:
         raise convert_inputs.InputError(f"item {index} is broken")
 
+    monkeypatch.setattr(convert_inputs.Arrays, "convert", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("npz", npz, tmp_path / "out", "--force")
     monkeypatch.setattr(convert_inputs.Arrays, "convert", broken)
     with pytest.raises(StallscopeError, match="is broken"):
         run("npz", npz, tmp_path / "out", "--force")
@@ -265,6 +271,20 @@ def test_red_is_stored_as_blue_green_red(tmp_path: Path) -> None:
     for record in records(tmp_path / "out"):
         pixels = np.frombuffer(datum.parse(record.value).data, np.uint8).reshape(3, 4, 6)
         assert np.allclose(pixels.mean((1, 2)), (0, 0, 255), atol=2)
+
+
+def test_links_are_followed_once_and_palettes_need_conversion(tmp_path: Path) -> None:
+    picture(tmp_path / "elsewhere" / "a.png")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "c").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "round").symlink_to(tmp_path / "in")
+    run("images", tmp_path / "in", tmp_path / "out")
+    assert [record.key for record in records(tmp_path / "out")] == [b"00000000_c/a.png"]
+    picture(tmp_path / "elsewhere" / "p.png", 1, "P")
+    with pytest.raises(convert_inputs.InputError, match=r"p\.png(.|\n)*without --encoded"):
+        run("images", tmp_path / "in", tmp_path / "out", "--encoded", "--force")
+    assert run("images", tmp_path / "in", tmp_path / "out", "--force") == 0
+    assert len(records(tmp_path / "out")) == 2
 
 
 def test_gray_and_resized_encoded_images(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from datasets import manifest
 from datasets.errors import ManifestMismatch
 from datasets.source import open_source
+from profiler.errors import StallscopeError
 
 RECORDS = [(f"{index:08d}".encode(), bytes([index]) * (index + 1)) for index in range(20)]
 
@@ -138,7 +139,7 @@ def test_a_failed_write_leaves_the_old_manifest(database: Path, monkeypatch) -> 
 
     monkeypatch.setattr(manifest.os, "fsync", full)
     tally = tally_of(RECORDS[:3])
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(StallscopeError, match="No space"):
         manifest.write_manifest(database, tally.manifest(backend="lmdb"), tally.crcs)
     assert manifest.manifest_path(database).read_bytes() == before
     assert len(list(database.parent.iterdir())) == 3

@@ -1,0 +1,116 @@
+"""Writers when the disk or the address space ends, and when a library is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import pytest
+
+from datasets import writer
+from profiler.errors import StallscopeError, UsageError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+def test_a_full_disk_ends_with_a_message_and_leaves_nothing(tmp_path: Path, backend: str) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (3000, 20, 20), np.uint8)
+    np.savez(tmp_path / "in.npz", images=images, labels=np.zeros(3000, np.int32))
+    (tmp_path / "target").mkdir()
+    out = tmp_path / "target" / "out"
+    # A limit on the size of files stands in for a full disk.
+    script = f"ulimit -f 200; exec {sys.executable} -m datasets.convert npz ../in.npz out --backend {backend}"
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, cwd=out.parent, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 2, done.stderr
+    assert "is the disk full?" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(out.parent.iterdir()) == []
+
+
+def test_a_map_that_cannot_grow_is_told(tmp_path: Path) -> None:
+    class Stuck:
+        """An environment whose map cannot grow: what a limit on address space does."""
+
+        def __init__(self, env: Any) -> None:
+            self.begin, self.close = env.begin, env.close
+
+        def set_mapsize(self, size: int) -> None:
+            raise lmdb.MemoryError("mdb_env_set_mapsize: Cannot allocate memory")
+
+    target = writer.LmdbWriter(tmp_path, map_size=64 << 10)
+    target._env = Stuck(target._env)
+    target.put(b"0", bytes(100_000))
+    with pytest.raises(StallscopeError, match="cannot grow"):
+        target.close()
+    target.abandon()
+
+
+def test_a_pending_transaction_is_replayed_whole(tmp_path: Path) -> None:
+    target = writer.LmdbWriter(tmp_path, map_size=64 << 10)
+    for index in range(999):  # fewer than a commit: all in one transaction, far larger than the map
+        target.put(b"%08d" % index, bytes([index % 256]) * 500)
+    assert target.doublings == 0
+    target.close()
+    assert target.doublings >= 4
+    with lmdb.open(str(tmp_path), readonly=True, lock=False) as env, env.begin() as transaction:
+        assert [value[0] for _, value in transaction.cursor()] == [index % 256 for index in range(999)]
+        assert transaction.stat()["entries"] == 999
+
+
+def test_the_same_key_twice_is_an_error(tmp_path: Path) -> None:
+    target = writer.LmdbWriter(tmp_path)
+    target.put(b"1", b"a")
+    target.put(b"1", b"b")
+    with pytest.raises(StallscopeError, match=r"already in the database|writing the LMDB failed"):
+        target.close()
+    target.abandon()
+
+
+def test_without_plyvel_the_message_says_what_to_do(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "plyvel", None)
+    with pytest.raises(StallscopeError, match=r"plyvel(.|\n)*--backend lmdb"):
+        writer.LevelDbWriter(tmp_path / "db")
+
+
+def test_what_another_process_is_writing_is_left_alone(tmp_path: Path, monkeypatch) -> None:
+    mine, other = (tmp_path / f".out.part-{writer.socket.gethostname()}-{pid}" for pid in (1, 2**30))
+    foreign = tmp_path / ".out.part-elsewhere-1073741824"
+    for folder in (mine, other, foreign):
+        folder.mkdir()
+    with writer.new_folder(tmp_path / "out") as folder:
+        (folder / "data.mdb").write_bytes(b"x")
+    assert mine.exists()  # process 1 is alive
+    assert foreign.exists()  # nobody here knows whether that process is alive
+    assert not other.exists()
+    assert (tmp_path / "out" / "data.mdb").read_bytes() == b"x"
+
+
+def test_a_database_moved_aside_is_kept_until_there_is_a_new_one(tmp_path: Path) -> None:
+    aside = tmp_path / f".out.old-{writer.socket.gethostname()}-{2**30}"
+    aside.mkdir()
+    with pytest.raises(ValueError, match="stop"), writer.new_folder(tmp_path / "out"):
+        raise ValueError("stop")
+    assert aside.exists()
+    (tmp_path / "out").mkdir()
+    with writer.new_folder(tmp_path / "out"):
+        pass
+    assert not aside.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch) -> None:
+    def refuse(self: Path, *arguments: Any, **options: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(writer.Path, "mkdir", refuse)
+    with (
+        pytest.raises(UsageError, match=r"nothing can be written in .*Permission denied"),
+        writer.new_folder(tmp_path / "x"),
+    ):
+        pass
