@@ -38,6 +38,9 @@ def running(config: Config | None = None, address: str | None = None, num_cpus: 
 
     Raises :class:`FeedError` where Ray cannot be started or the cluster cannot be reached.
     """
+    if "ray" not in sys.modules:
+        # Ray prints a long guess about every process that dies; the feed says itself what happened and goes on.
+        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing")
     import ray
 
     if ray.is_initialized():

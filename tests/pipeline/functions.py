@@ -1,0 +1,63 @@
+"""Transform functions and worker bodies that tests hand to other processes by name."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from pipeline.process import Process
+from pipeline.ring import Blocked, Ring, RingAddress
+
+
+def slow(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    time.sleep(0.001)
+    return image, label
+
+
+def noise(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    image += rng.integers(0, 50, image.shape, dtype=np.uint8)
+    return image, int(rng.integers(100))
+
+
+def breaks_on_label_7(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    if label == 7:
+        raise ArithmeticError("seven is right out")
+    return image, label
+
+
+def halves(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    return image[:, ::2, ::2], label
+
+
+def returns_nothing(image: np.ndarray, label: Any, rng: np.random.Generator) -> None:
+    return None
+
+
+def fill_ring(address: RingAddress, row: int, pause_s: float) -> None:
+    """A worker without records: every byte of the payload of step s is s mod 251."""
+    trainer, ring = Process(address.pid), Ring.attach(address)
+    ring.enter(row)
+    while True:
+        claim = ring.claim(row)
+        if claim in (Blocked.DONE, Blocked.STOP) or not trainer.alive:
+            return
+        if isinstance(claim, Blocked):
+            ring.wait_free(trainer)
+            continue
+        payload = ring.payload(claim.slot)
+        payload[: payload.size // 2] = claim.step % 251
+        if pause_s:
+            time.sleep(pause_s)
+        payload[payload.size // 2 :] = claim.step % 251
+        ring.ready(row, claim, items=1, epoch=0, hashes={"fill": claim.step})
+
+
+def hold_lock(address: RingAddress) -> None:
+    """Take the ring's lock and never give it back."""
+    ring = Ring.attach(address)
+    with ring._locked():
+        time.sleep(600)
+        os._exit(3)
