@@ -114,10 +114,8 @@ def _check_header(file: str, name: str) -> None:
             found=error.filename,
             hint="check the mode of the file and of the folders above it",
         ) from error
-    if size and head[16:20] != b"\xde\xc0\xef\xbe":
-        raise NotADataset(
-            f"{file} is not an LMDB", expected="the LMDB mark at byte 16", found=head[16:20].hex(" ") or f"{size} bytes"
-        )
+    if len(head) >= 20 and head[16:20] != b"\xde\xc0\xef\xbe":
+        raise NotADataset(f"{file} is not an LMDB", expected="the LMDB mark at byte 16", found=head[16:20].hex(" "))
     page = int.from_bytes(head[40:44], "little")
     if size < 2 * max(page, 256):
         raise DatasetTruncated(
