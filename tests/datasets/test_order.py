@@ -121,7 +121,7 @@ def test_every_record_is_equally_likely_at_every_place(size: int, varied: str) -
         epochs = np.repeat(np.arange(draws), size)
         table = order.records(epochs, np.tile(np.arange(size), draws)).reshape(draws, size)
     else:
-        draws = 1500
+        draws = 500
         table = np.stack([epoch_of(Order(size, seed), 0) for seed in range(draws)])
     for place in range(size):
         # Nothing here is random: the contract pins the numbers, so the bound can neither flake nor hide a bias.
