@@ -63,6 +63,12 @@ class CupyDevice(Device):
             del self._registered[held[0]]
             self._pinned.unregister(memory)
 
+    def _allocate(self, nbytes: int) -> Any:
+        memory = super()._allocate(nbytes)
+        # The pool may hand out a chunk that kernels submitted earlier still use: ordered on their stream, not on ours.
+        self._cuda.get_current_stream().synchronize()
+        return memory
+
     def _start(self, upload: Upload, sources: dict[str, np.ndarray]) -> None:
         assert isinstance(upload, CupyUpload)
         stream = self._copy_stream

@@ -288,7 +288,7 @@ def test_nothing_in_common_is_an_error(tmp_path: Path) -> None:
     assert "conv1" in str(caught.value)
 
 
-# -- where the weights of a state are -----------------------------------------------------------------------------------
+# -- where the weights of a state are --------------------------------------------------------------------------------
 
 
 def test_weights_are_found_beside_a_moved_state(tmp_path: Path) -> None:

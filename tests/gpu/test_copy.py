@@ -1,0 +1,164 @@
+"""The CUDA device against a stand-in for cupy whose copies happen only when somebody waits for them."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu import pinned
+from gpu.backend import Backend
+from gpu.copy import CupyDevice
+from profiler.errors import StallscopeError
+from profiler.events import Stage
+from tests.gpu.recording import ListRecorder
+
+
+class FakeStream:
+    """Work in order, each piece done at the first wait for an event behind it."""
+
+    def __init__(self, non_blocking: bool = False) -> None:
+        self.work: list[Callable[[], None]] = []
+
+    def run(self, until: int) -> None:
+        while self.done < until:
+            self.work[self.done]()
+            self.done += 1
+
+    done = 0
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.work.append(event.synchronize)
+
+    def synchronize(self) -> None:
+        self.run(len(self.work))
+
+
+class FakeEvent:
+    def record(self, stream: FakeStream) -> None:
+        self.stream, self.at = stream, len(stream.work)
+
+    @property
+    def done(self) -> bool:
+        return self.stream.done >= self.at
+
+    def synchronize(self) -> None:
+        self.stream.run(self.at)
+
+
+class FakeArray(np.ndarray):
+    """A NumPy array whose ``data`` is a device pointer that takes asynchronous copies."""
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        return types.SimpleNamespace(copy_from_host_async=self._copy)
+
+    def _copy(self, source: int, nbytes: int, stream: FakeStream) -> None:
+        if not nbytes:
+            return
+        stream.work.append(lambda: ctypes.memmove(self.ctypes.data, source, nbytes) and None)
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    current = FakeStream()
+    registered: list[tuple[str, int]] = []
+    runtime = types.SimpleNamespace(
+        hostRegister=lambda address, nbytes, flags: registered.append(("register", address)),
+        hostUnregister=lambda address: registered.append(("unregister", address)),
+    )
+    module = types.ModuleType("cupy")
+    module.empty = lambda count, dtype: np.empty(count, dtype).view(FakeArray)
+    module.cuda = types.SimpleNamespace(
+        Stream=FakeStream,
+        Event=FakeEvent,
+        get_current_stream=lambda: current,
+        get_elapsed_time=lambda begun, ended: 0.25,
+        runtime=runtime,
+    )
+    module.registered = registered
+    module.current = current
+    monkeypatch.setattr(pinned, "_process_ranges", None)
+    return module
+
+
+@pytest.fixture
+def device(cupy: Any) -> Iterator[CupyDevice]:
+    with CupyDevice(Backend("cupy", cupy, "test"), ListRecorder()) as opened:
+        yield opened
+
+
+def test_the_source_is_read_when_the_copy_runs_and_not_before(device: CupyDevice) -> None:
+    source = np.full(100, 1, np.float32)
+    upload = device.upload({"data": source}, step=4)
+    assert not upload.done
+    source[:] = 2  # too early: shows
+    assert (upload.wait().arrays["data"] == 2).all()
+    assert upload.done
+    source[:] = 3
+    assert (upload.arrays["data"] == 2).all()
+    (copy,) = device.recorder.of(Stage.COPY)
+    assert (copy.t1_ns - copy.t0_ns, copy.fields["step"], copy.fields["nbytes"]) == (250_000, 4, 400)
+    assert len(device.recorder.of(Stage.H2D)) == 1
+
+
+def test_done_alone_is_enough_to_settle_a_copy(device: CupyDevice, cupy: Any) -> None:
+    upload = device.upload({"data": np.ones(3, np.float32)})
+    device._copy_stream.synchronize()
+    assert upload.done
+    upload.wait()
+    assert device.recorder.of(Stage.H2D) == []
+    assert len(device.recorder.of(Stage.COPY)) == 1
+
+
+def test_a_copy_waits_for_the_compute_that_used_its_buffers(device: CupyDevice, cupy: Any) -> None:
+    seen: list[float] = []
+    for step in range(4):
+        arrays = device.upload({"data": np.full(4, step, np.float32)}, step=step).wait().arrays
+        with device.compute(step=step):
+            cupy.current.work.append(lambda array=arrays["data"]: seen.append(float(array[0])))
+    assert seen == [0, 1, 2, 3]
+    assert [row.fields["step"] for row in device.recorder.of(Stage.DEVICE)] == [0, 1, 2, 3]
+    assert device.busy_ns > 0
+
+
+def test_the_next_copy_is_not_awaited_by_this_steps_compute(device: CupyDevice) -> None:
+    device.upload({"data": np.zeros(4, np.float32)}, step=0).wait()
+    following = device.upload({"data": np.ones(4, np.float32)}, step=1)
+    with device.compute(step=0):
+        pass
+    assert not following.done
+
+
+def test_a_failed_copy_is_raised_by_wait(device: CupyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload = device.upload({"data": np.zeros(4, np.float32)}, step=6)
+
+    def fail(self: FakeEvent) -> None:
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+    monkeypatch.setattr(FakeEvent, "synchronize", fail)
+    with pytest.raises(StallscopeError, match="step 6 to the device failed: cudaErrorIllegalAddress"):
+        upload.wait()
+    monkeypatch.undo()
+
+
+def test_slots_are_pinned_once_and_released_before_they_go(cupy: Any) -> None:
+    slot = np.frombuffer(mmap.mmap(-1, 4 * pinned.PAGE), np.uint8)
+    address = slot.ctypes.data
+    device = CupyDevice(Backend("cupy", cupy, "test"), ListRecorder())
+    assert device.register(slot)
+    assert device.register(slot)
+    device.unregister(slot)
+    assert cupy.registered == [("register", address)]
+    upload = device.upload({"data": slot})
+    device.unregister(slot)
+    assert upload.done, "memory was given back while a copy could still read it"
+    assert cupy.registered == [("register", address), ("unregister", address)]
+    assert device.register(slot)
+    device.close()
+    assert cupy.registered[-1] == ("unregister", address)
