@@ -115,7 +115,11 @@ class Device(ABC):
 
     @contextmanager
     def compute(self, *, step: int = -1, epoch: int = -1) -> Iterator[None]:
-        """Bracket the compute of one step; the block ends when the device is done with it."""
+        """Bracket the compute of one step; the block ends when the device is done with it.
+
+        Records the device's lane (Stage.DEVICE). The caller's own time is the caller's to record, as Stage.COMPUTE: the
+        wait for the device at the end of the block belongs to it.
+        """
         began = time.monotonic_ns()
         self._begin_compute()
         yield

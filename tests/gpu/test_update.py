@@ -40,10 +40,14 @@ def run(text: dict[str, object], gradients: list[list[np.ndarray]], start: list[
         ({"type": "RMSProp", "rms_decay": 0.95, "delta": 1e-6}, "RMSprop", {"alpha": 0.95, "eps": 1e-6}),
         ({"type": "AdaDelta", "momentum": 0.95, "delta": 1e-6}, "Adadelta", {"rho": 0.95, "eps": 1e-6}),
         # Caffe adds delta to the root of the uncorrected mean, PyTorch to the corrected one: equal for a tiny delta.
-        ({"type": "Adam", "momentum": 0.9, "momentum2": 0.99, "delta": 1e-12}, "Adam", {"betas": (0.9, 0.99), "eps": 1e-12}),
+        (
+            {"type": "Adam", "momentum": 0.9, "momentum2": 0.99, "delta": 1e-12},
+            "Adam",
+            {"betas": (0.9, 0.99), "eps": 1e-12},
+        ),
     ],
     ids=["sgd", "nesterov", "adagrad", "rmsprop", "adadelta", "adam"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("decay", [0.0, 0.01])
 def test_rules_agree_with_pytorch(ours: dict[str, object], theirs: str, settings: dict, decay: float) -> None:
     torch = pytest.importorskip("torch")
