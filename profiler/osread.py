@@ -107,7 +107,9 @@ class SchedFile:
 
     def read(self) -> Sched | Missing:
         text = self.raw()
-        return self.sched_of(text) if text else self.missing or Missing("the thread has ended")
+        if text:
+            return self.sched_of(text)
+        return Missing("the thread has ended") if self.missing is None else self.missing
 
     @staticmethod
     def sched_of(text: bytes) -> Sched:

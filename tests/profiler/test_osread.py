@@ -1,0 +1,143 @@
+"""Readings of the operating system: a value or a reason, never an exception, never a made-up zero."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from profiler import osread
+from profiler.osread import CgroupMemory, Missing, Pressure, SchedFile, Smaps, Throttling
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Stands in for the files of /proc and /sys: path to text; any other path is missing."""
+    texts: dict[str, str] = {}
+
+    def read(path: Path) -> str | Missing:
+        return texts.get(str(path), Missing(f"{path}: No such file or directory"))
+
+    monkeypatch.setattr(osread, "_read", read)
+    return texts
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel keeps no scheduler statistics")
+def test_a_threads_account_grows_with_its_work_and_ends_with_it() -> None:
+    file = SchedFile()
+    before = file.read()
+    until = time.thread_time_ns() + 30_000_000
+    while time.thread_time_ns() < until:
+        pass
+    time.sleep(0.001)  # the kernel brings the account up to date when the thread leaves its CPU
+    after = file.read()
+    assert not isinstance(before, Missing)
+    assert not isinstance(after, Missing)
+    assert after.cpu_ns - before.cpu_ns > 20_000_000
+    assert after.runq_ns >= before.runq_ns >= 0
+    file.close()
+    file.close()
+    other: list[SchedFile] = []
+    thread = threading.Thread(target=lambda: other.append(SchedFile()))
+    thread.start()
+    thread.join()
+    deadline = time.monotonic() + 30
+    while other[0].read() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert other[0].read() == Missing("the thread has ended")
+
+
+def test_a_thread_that_is_not_there_has_a_reason() -> None:
+    reading = SchedFile(tid=2**22 + 1).read()
+    assert isinstance(reading, Missing)
+    assert "No such file" in reading.reason
+    assert not reading
+
+
+def test_usage_counts_page_faults_of_this_thread() -> None:
+    before = osread.thread_usage()
+    block = bytearray(8 << 20)
+    for at in range(0, len(block), 4096):
+        block[at] = 1
+    after = osread.thread_usage()
+    assert not isinstance(before, Missing)
+    assert not isinstance(after, Missing)
+    assert after.minor_faults > before.minor_faults
+    assert after.inblock >= before.inblock >= 0
+
+
+def test_pressure(files: dict[str, str]) -> None:
+    files["/proc/pressure/io"] = (
+        "some avg10=0.00 avg60=0.00 avg300=0.00 total=1234\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=99\n"
+    )
+    files["/proc/pressure/cpu"] = "some avg10=0.00 avg60=0.00 avg300=0.00 total=7\n"
+    files["/proc/pressure/memory"] = "something else"
+    assert osread.pressure("io") == Pressure(1234, 99)
+    assert osread.pressure("cpu") == Pressure(7, 0)
+    assert osread.pressure("memory") == Missing("/proc/pressure/memory has an unknown form")
+    assert osread.pressure("irq") == Missing("/proc/pressure/irq: No such file or directory")
+
+
+def test_control_group_version_2(files: dict[str, str]) -> None:
+    files["/proc/self/cgroup"] = "0::/not/mounted/here\n"
+    files["/sys/fs/cgroup/cpu.stat"] = (
+        "usage_usec 5\nuser_usec 5\nsystem_usec 0\nnr_periods 20\nnr_throttled 3\nthrottled_usec 4500\n"
+    )
+    files["/sys/fs/cgroup/memory.current"] = "1048576\n"
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    files["/sys/fs/cgroup/cpu.max"] = "150000 100000\n"
+    assert osread.cgroup_throttling() == Throttling(20, 3, 4_500_000)
+    assert osread.cgroup_memory() == CgroupMemory(1 << 20, None)
+    assert osread.cgroup_cpus() == 1.5
+    files["/sys/fs/cgroup/cpu.max"] = "max 100000\n"
+    files["/sys/fs/cgroup/memory.max"] = "2097152\n"
+    assert osread.cgroup_cpus() is None
+    assert osread.cgroup_memory() == CgroupMemory(1 << 20, 2 << 20)
+
+
+def test_control_group_version_1(files: dict[str, str]) -> None:
+    files["/proc/self/cgroup"] = "4:memory:/nowhere/x\n2:cpu,cpuacct:/\n"
+    files["/sys/fs/cgroup/cpu/cpu.stat"] = "nr_periods 20\nnr_throttled 3\nthrottled_time 4500\n"
+    files["/sys/fs/cgroup/cpu/cpu.cfs_quota_us"] = "50000\n"
+    files["/sys/fs/cgroup/cpu/cpu.cfs_period_us"] = "100000\n"
+    files["/sys/fs/cgroup/memory/memory.usage_in_bytes"] = "4096\n"
+    files["/sys/fs/cgroup/memory/memory.limit_in_bytes"] = "9223372036854771712\n"
+    assert osread.cgroup_throttling() == Throttling(20, 3, 4500)
+    assert osread.cgroup_cpus() == 0.5
+    assert osread.cgroup_memory() == CgroupMemory(4096, None)
+    files["/sys/fs/cgroup/cpu/cpu.cfs_quota_us"] = "-1\n"
+    assert osread.cgroup_cpus() is None
+
+
+def test_nothing_readable_gives_reasons_and_no_zeros(files: dict[str, str]) -> None:
+    readings = [osread.cgroup_throttling(), osread.cgroup_memory(), osread.cgroup_cpus(), osread.smaps()]
+    assert all(isinstance(reading, Missing) and reading.reason for reading in readings)
+    assert osread.boot_id().startswith("host-")
+
+
+def test_memory_of_a_process(files: dict[str, str]) -> None:
+    files["/proc/7/smaps_rollup"] = "55-7f ---p 0 00:00 0 [rollup]\nRss:  1760 kB\nPss:   305 kB\nPss_Dirty: 1 kB\n"
+    assert osread.smaps(7) == Smaps(1760 * 1024, 305 * 1024)
+    files["/proc/8/smaps_rollup"] = "nothing of use"
+    assert isinstance(osread.smaps(8), Missing)
+
+
+def test_real_readings_are_sane() -> None:
+    for reading in (
+        osread.pressure("cpu"),
+        osread.cgroup_throttling(),
+        osread.cgroup_memory(),
+        osread.smaps(os.getpid()),
+    ):
+        assert isinstance(reading, Missing) or all(value is None or value >= 0 for value in vars(reading).values())
+    assert osread.boot_id() == osread.boot_id() != ""
+
+
+def test_clocks_are_read_together() -> None:
+    outer = time.monotonic_ns(), time.time_ns()
+    monotonic_ns, wall_ns = osread.clock_pair()
+    assert outer[0] <= monotonic_ns <= time.monotonic_ns()
+    assert abs((wall_ns - outer[1]) - (monotonic_ns - outer[0])) < 1_000_000_000
