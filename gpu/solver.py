@@ -174,15 +174,16 @@ class Solver:
         given = os.fspath(prefix) if prefix is not None else self.param.snapshot_prefix
         if not given:
             raise UsageError("a snapshot needs a prefix", hint="give one, or set snapshot_prefix in the solver")
-        if given.endswith(os.sep) or Path(given).is_dir():
-            base = Path(given) / f"iter_{self.iter}"
-        else:
-            base = Path(f"{given}_iter_{self.iter}")
+        is_folder = given.endswith(os.sep) or Path(given).is_dir()
+        base = Path(given) / f"iter_{self.iter}" if is_folder else Path(f"{given}_iter_{self.iter}")
         base.parent.mkdir(parents=True, exist_ok=True)
         weights, state = (base.with_name(base.name + ending) for ending in (".caffemodel", ".solverstate"))
         self.net.save(weights)
         arrays = [self.backend.to_numpy(array) for array in self.history]
-        write_state(state, SolverState(self.iter, str(weights), arrays, self.policy.current_step(self.iter)))
+        # In a folder the two files belong together wherever the folder goes, so the state names its neighbour; and the
+        # states of equal runs are equal files. With a prefix the state says what Caffe's would.
+        learned_net = weights.name if is_folder else str(weights)
+        write_state(state, SolverState(self.iter, learned_net, arrays, self.policy.current_step(self.iter)))
         return weights, state
 
     def restore(self, path: str | os.PathLike[str], *, weights: str | os.PathLike[str] | None = None) -> None:
@@ -242,7 +243,12 @@ class Solver:
         return self._source(getattr(self.param, given[0]))
 
     def _test_sources(self, net: Net | str | Path | None, wanted: bool) -> list[Any]:
-        """Nets to test with: those named, then the training net's file for each further ``test_iter``."""
+        """Nets to test with: those named, then the training net's file for each further ``test_iter``.
+
+        A solver that never tests (no ``test_interval``) has none, unless shapes for them were given.
+        """
+        if not (self.param.test_interval or wanted):
+            return []
         sources = [self._source(value) for value in (*self.param.test_net_param, *self.param.test_net)]
         generic: Any = None
         if isinstance(net, (str, Path)):

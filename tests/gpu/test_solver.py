@@ -248,7 +248,8 @@ def test_a_test_net_sees_every_update_and_averages_its_outputs() -> None:
 def test_no_test_nets_unless_asked_for() -> None:
     assert mlp().test_nets == []
     assert len(mlp(test_input_shapes={}).test_nets) == 1
-    assert len(mlp(SGD + "test_iter: 1 test_iter: 3\n").test_nets) == 2
+    assert mlp(SGD + "test_iter: 1\n").test_nets == [], "no test_interval: it never tests"
+    assert len(mlp(SGD + "test_iter: 1 test_iter: 3 test_interval: 5\n").test_nets) == 2
 
 
 # -- snapshots --------------------------------------------------------------------------------------------------------
@@ -287,7 +288,10 @@ def test_a_moved_snapshot_resumes_from_its_own_files(tmp_path: Path) -> None:
     solver = mlp()
     solver.step_on(mlp_batch(0))
     (tmp_path / "a").mkdir()
-    solver.snapshot(tmp_path / "a")
+    _, first = solver.snapshot(tmp_path / "a")
+    (tmp_path / "other").mkdir()
+    _, second = solver.snapshot(tmp_path / "other")
+    assert first.read_bytes() == second.read_bytes()
     shutil.move(tmp_path / "a", tmp_path / "b")
     resumed = mlp()
     resumed.restore(tmp_path / "b" / "iter_1.solverstate")
@@ -359,7 +363,7 @@ def test_one_net_must_be_named(tmp_path: Path) -> None:
     with pytest.raises(StallscopeError, match=r"found: +train_net, net"):
         Solver(SGD + 'net: "a" train_net: "b"\n', backend="numpy")
     (tmp_path / "net.prototxt").write_text(MLP)
-    (tmp_path / "solver.prototxt").write_text(SGD + 'net: "net.prototxt" test_iter: 1\n')
+    (tmp_path / "solver.prototxt").write_text(SGD + 'net: "net.prototxt" test_iter: 1 test_interval: 9\n')
     solver = Solver(tmp_path / "solver.prototxt", backend="numpy")  # found beside the solver
     assert len(solver.test_nets) == 1
     assert list(solver.net.params) == ["ip1", "ip2"]
@@ -379,7 +383,7 @@ def test_weights_named_in_the_solver_are_loaded(tmp_path: Path) -> None:
 def test_stage_and_level_of_a_state_choose_layers() -> None:
     staged = MLP.replace('type: "ReLU"', 'type: "ReLU" include { stage: "bent" min_level: 2 }')
     plain = Solver(SGD, net=staged, backend="numpy")
-    state = 'train_state { stage: "bent" level: 2 } test_iter: 1 test_state { stage: "bent" }\n'
+    state = 'train_state { stage: "bent" level: 2 } test_iter: 1 test_interval: 9 test_state { stage: "bent" }\n'
     bent = Solver(SGD + state, net=staged, backend="numpy")
     assert "relu" not in [layer.name for layer in plain.net.layers]
     assert "relu" in [layer.name for layer in bent.net.layers]
