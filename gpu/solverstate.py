@@ -67,7 +67,8 @@ def find_weights(state_path: str | os.PathLike[str], state: SolverState) -> Path
     stored = Path(state.learned_net) if state.learned_net else None
     candidates = [state_path.parent / stored.name] if stored else []
     candidates += [state_path.with_suffix(".caffemodel")]
-    candidates += [stored] if stored else []
+    if stored and stored.parent != Path():  # a bare name means a neighbour, not whatever lies in the working directory
+        candidates.append(stored)
     for candidate in candidates:
         if candidate.is_file():
             return candidate

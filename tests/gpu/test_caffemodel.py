@@ -304,3 +304,13 @@ def test_weights_are_found_beside_a_moved_state(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "iter_5.caffemodel").write_bytes(b"")
     assert find_weights(new / "iter_5.solverstate", state) == tmp_path / "old" / "iter_5.caffemodel"
+
+
+def test_a_bare_name_is_never_looked_for_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "iter_5.caffemodel").write_bytes(b"of another run")
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StallscopeError, match="are gone"):
+        find_weights(tmp_path / "run" / "iter_5.solverstate", SolverState(5, "iter_5.caffemodel", []))
