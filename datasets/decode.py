@@ -253,6 +253,8 @@ def _pillow(data: bytes | memoryview, where: object, color: Color | None, kind: 
         mode = _mode(image)
         _check_mode(mode, where, color, kind)
         try:
+            image.load()
+            image.info.pop("transparency", None)  # dropped like an alpha channel; Pillow would warn
             if mode == "L" or (mode == "LA" and color == "gray"):
                 plane = np.asarray(image.getchannel("L") if mode == "LA" else image)
                 return _planes(np.repeat(plane[..., None], 3, axis=2) if color == "color" else plane[..., None])

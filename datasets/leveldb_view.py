@@ -4,6 +4,9 @@ LevelDB has no reading mode: opening takes a lock, replays the log into new tabl
 manifest does not name. The view is a temporary folder for all of that: small files are copied, and the tables the
 manifest names are hard-linked (a symbolic link or a copy where that is impossible). Tables that the manifest does not
 name stay out: LevelDB may reuse their numbers, and would then write through the link into the original.
+
+LevelDB may compact what it opens. It does so inside the view, so the temporary folder needs room for that: the
+size of the log, and at worst that of the data set.
 """
 
 from __future__ import annotations

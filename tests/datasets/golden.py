@@ -4,8 +4,12 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 DB = Path(__file__).resolve().parents[1] / "data" / "db"
 LMDBS = ["mnist_test_lmdb", "crops24_encoded_native_lmdb", "crops96_raw_40x48_lmdb", "lenet_ip2_float_lmdb"]
@@ -44,6 +48,17 @@ def snapshot(folder):
         content = md5(place.read_bytes()) if place.is_file() else ""
         seen[str(place)] = (content, status.st_size, status.st_mode, status.st_mtime_ns, status.st_ino)
     return seen
+
+
+@contextmanager
+def public_folder():
+    """A temporary folder of our own that every user can reach, unlike pytest's. Changes no folder but itself."""
+    with tempfile.TemporaryDirectory(prefix="stallscope-test-", dir=os.environ.get("TMPDIR", "/tmp")) as name:
+        folder = Path(name)
+        if not all(place.stat().st_mode & 0o001 for place in folder.parents):
+            pytest.skip("other users cannot reach the temporary folder")
+        folder.chmod(0o755)
+        yield folder
 
 
 def in_child(function):

@@ -46,38 +46,37 @@ def test_reading_leaves_the_folder_alone(tmp_path):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="changes its user")
-def test_a_folder_that_may_only_be_read_is_enough(tmp_path):
-    folder = golden.copy("lenet_ip2_float_lmdb", tmp_path)
-    for place in (tmp_path, *tmp_path.parents):
-        if place.stat().st_mode & 0o005 != 0o005 and str(place).startswith(str(tmp_path.parents[2])):
-            place.chmod(0o755)
-    (folder / "data.mdb").chmod(0o444)
-    folder.chmod(0o555)
-    before = golden.snapshot(folder)
+def test_a_folder_that_may_only_be_read_is_enough():
+    with golden.public_folder() as place:
+        folder = golden.copy("lenet_ip2_float_lmdb", place)
+        (folder / "data.mdb").chmod(0o444)
+        folder.chmod(0o555)
+        before = golden.snapshot(folder)
 
-    def read():
-        os.setgroups([])
-        os.setgid(golden.UNPRIVILEGED)
-        os.setuid(golden.UNPRIVILEGED)
-        assert not os.access(folder, os.W_OK)
-        with open_source(folder) as source:
-            assert len(source.read_many(range(100))) == 100
+        def read():
+            os.setgroups([])
+            os.setgid(golden.UNPRIVILEGED)
+            os.setuid(golden.UNPRIVILEGED)
+            assert not os.access(folder, os.W_OK)
+            with open_source(folder) as source:
+                assert len(source.read_many(range(100))) == 100
 
-    assert golden.in_child(read) == 0
-    assert golden.snapshot(folder) == before
+        assert golden.in_child(read) == 0
+        assert golden.snapshot(folder) == before
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="changes its user")
-def test_a_folder_that_may_not_be_read_is_named(tmp_path):
-    folder = golden.copy("lenet_ip2_float_lmdb", tmp_path)
-    (folder / "data.mdb").chmod(0o000)
+def test_a_folder_that_may_not_be_read_is_named():
+    with golden.public_folder() as place:
+        folder = golden.copy("lenet_ip2_float_lmdb", place)
+        (folder / "data.mdb").chmod(0o000)
 
-    def read():
-        os.setuid(golden.UNPRIVILEGED)
-        with pytest.raises(SourceError, match="no permission to read"):
-            open_source(folder)
+        def read():
+            os.setuid(golden.UNPRIVILEGED)
+            with pytest.raises(SourceError, match="no permission to read"):
+                open_source(folder)
 
-    assert golden.in_child(read) == 0
+        assert golden.in_child(read) == 0
 
 
 # keys -----------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,385 @@
+import os
+import pickle
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import plyvel
+import pytest
+
+from datasets import leveldb_source, leveldb_view, open_source
+from datasets.errors import (
+    DatasetChanged,
+    DatasetCorrupt,
+    DatasetTruncated,
+    DatasetWarning,
+    NotADataset,
+    SourceClosed,
+    SourceError,
+)
+from datasets.key_index import DenseKeys
+from tests.datasets import golden
+
+
+@pytest.fixture(autouse=True)
+def views(tmp_path_factory, monkeypatch):
+    """A temporary folder of our own, on which every test must leave nothing."""
+    folder = tmp_path_factory.mktemp("views")
+    folder.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+def make(folder, items, **options):
+    db = plyvel.DB(str(folder), create_if_missing=True, **options)
+    for key, value in items:
+        db.put(key, value)
+    db.close()
+    for name in ("LOCK", "LOG", "LOG.old"):
+        (folder / name).unlink(missing_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    draw = random.Random(1)
+    items = [(b"%08d" % i, draw.randbytes(2000)) for i in range(2000)]
+    folder = make(tmp_path_factory.mktemp("made") / "db", items, write_buffer_size=1 << 19, compression=None)
+    assert len(list(folder.glob("*.ldb"))) >= 2
+    assert any(log.stat().st_size for log in folder.glob("*.log"))
+    return folder
+
+
+@pytest.fixture
+def tables(tmp_path, made):
+    """2000 records of 2 kB in several tables and a log."""
+    shutil.copytree(made, tmp_path / "db")
+    return tmp_path / "db"
+
+
+@pytest.mark.parametrize("name", golden.LEVELDBS)
+def test_reading_leaves_the_folder_alone(tmp_path, name):
+    folder = golden.copy(name, tmp_path)
+    before = golden.snapshot(tmp_path)
+    with open_source(folder) as source:
+        source.read_many([0, len(source) - 1])
+        source.identity()
+        assert golden.snapshot(tmp_path) == before
+    assert golden.snapshot(tmp_path) == before
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="changes its user")
+@pytest.mark.parametrize("name", ["crops96_raw_40x48_leveldb", "mnist_test_leveldb"])
+def test_a_folder_that_may_only_be_read_is_enough(name):
+    with golden.public_folder() as place:
+        folder = golden.copy(name, place)
+        for file in folder.iterdir():
+            file.chmod(0o444)
+        folder.chmod(0o555)
+        before = golden.snapshot(folder)
+
+        def read():
+            os.setgroups([])
+            os.setgid(golden.UNPRIVILEGED)
+            os.setuid(golden.UNPRIVILEGED)
+            assert not os.access(folder, os.W_OK)
+            with open_source(folder) as source:
+                assert len(source.read_many(range(96))) == 96
+
+        assert golden.in_child(read) == 0
+        assert golden.snapshot(folder) == before
+
+
+def test_tables_are_linked_and_the_rest_is_copied(tables, views):
+    view = leveldb_view.PrivateView(str(tables), "x")
+    (place,) = views.iterdir()
+    assert view.path == str(place)
+    assert place.stat().st_mode & 0o077 == 0
+    kinds = set()
+    for name, size in view.files.items():
+        original, taken = (tables / name).stat(), (place / name).stat()
+        assert original.st_size == taken.st_size == size
+        assert (original.st_ino == taken.st_ino) == name.endswith(".ldb")
+        kinds.add(Path(name).suffix)
+    assert kinds == {".ldb", ".log"}
+    view.remove()
+    view.remove()
+
+
+@pytest.mark.parametrize("refused", [("link",), ("link", "symlink")])
+def test_without_hard_links_other_ways_are_found(tables, monkeypatch, refused):
+    def refuse(*_):
+        raise OSError(18, "Invalid cross-device link")
+
+    for name in refused:
+        monkeypatch.setattr(os, name, refuse)
+    before = golden.snapshot(tables)
+    with open_source(tables) as source:
+        assert len(source.read_many(range(2000))) == 2000
+    assert golden.snapshot(tables) == before
+
+
+def test_a_table_no_manifest_names_is_not_overwritten(tables):
+    # The number that LevelDB will give to the next table it writes, which happens when it replays the log.
+    for number in range(1, 60):
+        orphan = tables / f"{number:06d}.ldb"
+        if not orphan.exists():
+            orphan.write_bytes(b"precious")
+    before = golden.snapshot(tables)
+    with open_source(tables) as source:
+        assert len(source) == 2000
+    assert golden.snapshot(tables) == before
+
+
+def test_dense_and_other_keys(tables, tmp_path):
+    with open_source(tables) as source:
+        assert source._index == DenseKeys(8, 0, 2000)
+        assert source.read(1234).key == b"00001234"
+    keys = sorted(b"%d/x" % i for i in range(100))
+    folder = make(tmp_path / "other", [(key, b"<" + key) for key in keys])
+    with open_source(folder) as source:
+        assert [record.value for record in source.read_many(range(100))] == [b"<" + key for key in keys]
+
+
+def test_large_sets_of_dense_numbers_are_not_scanned(tables, monkeypatch):
+    monkeypatch.setattr(leveldb_source, "_SCAN_LIMIT", 100)
+    monkeypatch.setattr(leveldb_source.key_index, "build", lambda *_: pytest.fail("scanned"))
+    with open_source(tables) as source:
+        assert len(source) == 2000
+
+
+def test_a_gap_in_unscanned_numbers_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(leveldb_source, "_SCAN_LIMIT", 10)
+    folder = make(tmp_path / "db", [(b"%04d" % i, b"x") for i in range(50) if i != 20])
+    with open_source(folder) as source:
+        source.read(19)
+        with pytest.raises(DatasetCorrupt, match="'0020' of record 20 is missing"):
+            source.read(20)
+
+
+def test_an_empty_database_opens_with_no_records(tmp_path):
+    with open_source(make(tmp_path / "db", [])) as source:
+        assert len(source) == 0
+
+
+def test_two_sources_in_one_process_and_a_closed_one(tables):
+    with open_source(tables) as first, open_source(tables) as second:
+        assert first.read(5) == second.read(5)
+        first.close()
+        first.close()
+        assert second.read(6).key == b"00000006"
+        with pytest.raises(SourceClosed):
+            first.read(5)
+
+
+def test_a_source_forgotten_removes_its_view(tables, views):
+    open_source(tables)
+    assert list(views.iterdir()) == []
+
+
+def test_a_process_that_ends_removes_its_view(tables, views):
+    code = "import sys; from datasets import open_source; s = open_source(sys.argv[1]); s.read(0); print('read')"
+    environment = os.environ | {"TMPDIR": str(views), "PYTHONPATH": str(golden.DB.parents[2])}
+    run = subprocess.run(
+        [sys.executable, "-c", code, tables], env=environment, check=True, capture_output=True, text=True
+    )
+    assert (run.stdout, run.stderr) == ("read\n", "")
+    assert list(views.iterdir()) == []
+
+
+def test_the_view_of_a_killed_process_is_removed_by_a_later_reader(tables, views):
+    def killed():
+        source = open_source(tables)
+        source.read(0)
+        os.kill(os.getpid(), 9)
+
+    assert golden.in_child(killed) == -9
+    (left,) = views.iterdir()
+    with open_source(tables):
+        assert left.exists()  # young: its process may be about to open it
+    long_ago = time.time() - 3600
+    os.utime(left, (long_ago, long_ago))
+    with open_source(tables):
+        assert not left.exists()
+
+
+def test_the_old_view_of_a_living_process_stays(tables, views):
+    code = (
+        "import sys; from datasets import open_source; s = open_source(sys.argv[1]); print('read', flush=True); input()"
+    )
+    environment = os.environ | {"TMPDIR": str(views), "PYTHONPATH": str(golden.DB.parents[2])}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code, tables], env=environment, text=True, **pipes) as reader:
+        assert reader.stdout.readline() == "read\n"
+        (view,) = views.iterdir()
+        long_ago = time.time() - 3600
+        os.utime(view, (long_ago, long_ago))
+        with open_source(tables) as source:
+            assert view.exists()
+            own = source._view.path
+            os.utime(own, (long_ago, long_ago))
+            with open_source(tables):
+                assert Path(own).exists()
+        reader.communicate("\n")
+        assert reader.returncode == 0
+
+
+def test_both_sides_of_a_fork_read(tables, views):
+    with open_source(tables) as source:
+        expected = source.read(7)
+
+        def child():
+            assert source.read(7) == expected
+            assert len(list(views.iterdir())) == 2
+            source.close()
+
+        assert golden.in_child(child) == 0
+        assert len(list(views.iterdir())) == 1
+        assert source.read(8).key == b"00000008"
+
+
+def test_a_database_held_open_elsewhere_reads_with_a_warning(tables):
+    writer = "import sys, plyvel; db = plyvel.DB(sys.argv[1]); print('open', flush=True); input(); db.close()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", writer, tables], text=True, **pipes) as holder:
+        assert holder.stdout.readline() == "open\n"
+        with pytest.warns(DatasetWarning, match=f"held open by process {holder.pid}"), open_source(tables) as source:
+            assert len(source) == 2000
+        holder.communicate("\n")
+        assert holder.returncode == 0
+
+
+def test_a_stale_lock_file_is_no_error(tables):
+    (tables / "LOCK").touch()
+    with open_source(tables) as source:
+        assert source.read(0).index == 0
+
+
+def test_a_change_since_pickling_is_noticed(tables):
+    with open_source(tables) as source:
+        source.read(0)
+        identity = source.identity()
+        pickled = pickle.dumps(source)
+    db = plyvel.DB(str(tables))
+    db.put(b"zzz", b"new")
+    db.close()
+    with pytest.raises(DatasetChanged, match="written to"), pickle.loads(pickled) as copy:
+        copy.read(0)
+    with open_source(tables) as source:
+        assert source.identity() != identity
+
+
+# damage ---------------------------------------------------------------------------------------------------------------
+
+
+def test_flipped_bytes_are_noticed_by_checksum(tables):
+    table = sorted(tables.glob("*.ldb"))[0]
+    content = bytearray(table.read_bytes())
+    middle = len(content) // 3
+    for place in range(middle, middle + 8):
+        content[place] ^= 0xFF
+    table.write_bytes(content)
+    with pytest.raises(DatasetCorrupt, match="intact LevelDB") as caught, open_source(tables) as source:
+        source.read_many(range(2000))
+    assert str(tables) in str(caught.value)
+    assert "stallscope-leveldb" not in str(caught.value)
+
+
+def test_a_cut_table_is_named_with_its_sizes(tables):
+    table = sorted(tables.glob("*.ldb"))[0]
+    size = table.stat().st_size
+    os.truncate(table, size // 2)
+    with pytest.raises(DatasetTruncated) as caught:
+        open_source(tables)
+    for part in (table.name, f"{size} bytes", f"{size // 2} bytes"):
+        assert part in str(caught.value)
+
+
+def test_a_missing_table_is_named(tables):
+    table = sorted(tables.glob("*.ldb"))[0]
+    table.unlink()
+    with pytest.raises(DatasetCorrupt, match=f"{table.name}, which its manifest names, is missing"):
+        open_source(tables)
+
+
+def test_a_missing_manifest_is_named(tables):
+    next(tables.glob("MANIFEST-*")).unlink()
+    with pytest.raises(DatasetCorrupt, match="CURRENT names MANIFEST"):
+        open_source(tables)
+
+
+@pytest.mark.parametrize("content", [b"", b"rubbish", b"../../etc/passwd\n"])
+def test_a_damaged_current_is_named(tables, content):
+    (tables / "CURRENT").write_bytes(content)
+    with pytest.raises(DatasetCorrupt, match="CURRENT names no manifest"):
+        open_source(tables)
+
+
+def test_damaged_manifests_raise_nothing_but_source_errors(tables):
+    manifest = next(tables.glob("MANIFEST-*"))
+    whole = manifest.read_bytes()
+    draw = random.Random(2)
+    refused = []
+    for _ in range(40):
+        content = bytearray(whole)
+        for _ in range(3):
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        manifest.write_bytes(content[: draw.choice([len(content), draw.randrange(len(content))])])
+        try:
+            open_source(tables).close()
+        except SourceError as error:
+            refused.append(str(error))
+    assert len(refused) > 20
+    assert all(str(tables) in text for text in refused)
+
+
+def test_a_manifest_of_another_database_kind_is_refused(tmp_path):
+    edit = b"\x01" + bytes([len(b"RocksThing")]) + b"RocksThing"
+    folder = tmp_path / "db"
+    folder.mkdir()
+    (folder / "CURRENT").write_bytes(b"MANIFEST-000001\n")
+    (folder / "MANIFEST-000001").write_bytes(bytes(4) + len(edit).to_bytes(2, "little") + b"\x01" + edit)
+    with pytest.raises(NotADataset, match="RocksThing"):
+        open_source(folder)
+    edit = b"\xc8\x01\x00"
+    (folder / "MANIFEST-000001").write_bytes(bytes(4) + len(edit).to_bytes(2, "little") + b"\x01" + edit)
+    with pytest.raises(NotADataset, match="RocksDB"):
+        open_source(folder)
+
+
+def test_manifests_longer_than_a_block_are_understood(tmp_path):
+    # Long keys make table descriptions that span the 32 kB blocks of the manifest.
+    folder = tmp_path / "db"
+    db = plyvel.DB(str(folder), create_if_missing=True, write_buffer_size=1 << 16)
+    for i in range(40):
+        db.put(b"%08d" % i + b"k" * 30_000, os.urandom(40_000))
+    db.close()
+    manifest = (folder / "CURRENT").read_text().strip()
+    assert (folder / manifest).stat().st_size > 3 * 32768
+    live = leveldb_view.live_files(folder, manifest, "x")
+    on_disk = {table.name: table.stat().st_size for table in folder.glob("*.ldb")}  # and perhaps one not yet entered
+    assert len(live.tables) > 20
+    assert {f"{number:06d}.ldb": size for number, size in live.tables.items()}.items() <= on_disk.items()
+    with open_source(folder) as source:
+        assert len(source) == 40
+
+
+def test_without_plyvel_the_error_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "plyvel", None)
+    with pytest.raises(SourceError, match="needs the package 'plyvel'") as caught:
+        open_source(golden.DB / "mnist_test_leveldb")
+    assert "pip install" in str(caught.value)
+    with open_source(golden.DB / "mnist_test_lmdb") as source:
+        assert len(source) == 1000
+
+
+@pytest.mark.parametrize(("limit", "most"), [(64, 16), (1024, 896), (1_000_000, 1000), (resource.RLIM_INFINITY, 1000)])
+def test_open_tables_leave_room_under_the_limit_of_open_files(monkeypatch, limit, most):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert leveldb_source._open_files() == most
