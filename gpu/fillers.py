@@ -105,6 +105,6 @@ def _bilinear(shape: tuple[int, ...], name: str) -> np.ndarray:
         )
     size = shape[3]
     factor = math.ceil(size / 2)
-    centre = (2 * factor - 1 - factor % 2) / (2 * factor)
+    centre = (size - 1) / (2 * factor)
     row = 1 - np.abs(np.arange(size) / factor - centre)
     return np.broadcast_to(np.outer(row, row).astype(np.float32), shape).copy()

@@ -178,17 +178,18 @@ def _find_gradients(nodes: list[Node], force: bool) -> None:
     under_loss: set[Value] = set()
     useful: set[Node] = set()
     for node in reversed(nodes):
-        if node.layer.differentiable and (force or any(top.loss_weight or top in under_loss for top in node.tops)):
+        layer, given = node.layer, list(node.layer.spec.propagate_down)
+        if given and len(given) != len(node.bottoms):
+            raise layer.error("propagate_down must be given once per bottom", expected=len(node.bottoms), found=given)
+        if layer.differentiable and (force or any(top.loss_weight or top in under_loss for top in node.tops)):
             useful.add(node)
-            under_loss.update(node.bottoms)
+            open_to = given or [True] * len(node.bottoms)
+            under_loss.update(
+                bottom for i, bottom in enumerate(node.bottoms) if open_to[i] and layer.allows_gradient(i)
+            )
     for node in nodes:
         layer, spec = node.layer, node.layer.spec
-        given = list(spec.propagate_down)
-        if given and len(given) != len(node.bottoms):
-            raise layer.error(
-                "propagate_down must be given once per bottom", expected=len(node.bottoms), found=len(given)
-            )
-        wanted = given or [bottom.gradient for bottom in node.bottoms]
+        wanted = list(spec.propagate_down) or [bottom.gradient for bottom in node.bottoms]
         wanted = [want and layer.allows_gradient(i) for i, want in enumerate(wanted)]
         count = len(layer.param_shapes)
         if len(spec.param) > count:

@@ -28,31 +28,32 @@ def _span(out: int, size: int, stride: int, pad: int, offset: int) -> Any:
 
 @njit
 def im2col(x: Any, col: Any, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int, dh: int, dw: int) -> None:
-    """x[n, C, H, W] to col[C, kh, kw, n, OH, OW]; positions in the padding are 0."""
+    """x[n, C, H, W] to col[C, kh, kw, n, OH, OW]; positions in the padding are 0. Both are contiguous."""
     n, channels, height, width = x.shape
     oh, ow = col.shape[4], col.shape[5]
+    # Flat indices: a view per row of eight values would cost more than its copy.
+    flat, out = x.reshape(-1), col.reshape(-1)
     for c in range(channels):
         for i in range(kh):
             y0, y1 = _span(oh, height, sh, ph, i * dh)
             for j in range(kw):
                 x0, x1 = _span(ow, width, sw, pw, j * dw)
+                covered = y0 == 0 and y1 == oh and x0 == 0 and x1 == ow
+                start = ((c * kh + i) * kw + j) * n * oh * ow
                 for b in range(n):
-                    col[c, i, j, b, :y0] = 0
-                    col[c, i, j, b, y1:] = 0
+                    if not covered:
+                        for p in range(start, start + oh * ow):
+                            out[p] = 0
                     for oy in range(y0, y1):
-                        source = x[b, c, oy * sh - ph + i * dh]
-                        row = col[c, i, j, b, oy]
-                        shift = j * dw - pw
-                        for ox in range(x0):
-                            row[ox] = 0
+                        to = start + oy * ow
+                        at = ((b * channels + c) * height + oy * sh - ph + i * dh) * width + j * dw - pw
                         if sw == 1:
                             for ox in range(x0, x1):
-                                row[ox] = source[ox + shift]
+                                out[to + ox] = flat[at + ox]
                         else:
                             for ox in range(x0, x1):
-                                row[ox] = source[ox * sw + shift]
-                        for ox in range(x1, ow):
-                            row[ox] = 0
+                                out[to + ox] = flat[at + ox * sw]
+                    start += oh * ow
 
 
 @njit
@@ -60,23 +61,25 @@ def col2im(col: Any, x: Any, kh: int, kw: int, sh: int, sw: int, ph: int, pw: in
     """The transpose of im2col: x is set to the sum of what belongs to each position, in kernel order."""
     n, channels, height, width = x.shape
     oh, ow = col.shape[4], col.shape[5]
-    x[:] = 0
+    flat, source = x.reshape(-1), col.reshape(-1)
+    flat[:] = 0
     for c in range(channels):
         for i in range(kh):
             y0, y1 = _span(oh, height, sh, ph, i * dh)
             for j in range(kw):
                 x0, x1 = _span(ow, width, sw, pw, j * dw)
-                shift = j * dw - pw
+                start = ((c * kh + i) * kw + j) * n * oh * ow
                 for b in range(n):
                     for oy in range(y0, y1):
-                        target = x[b, c, oy * sh - ph + i * dh]
-                        row = col[c, i, j, b, oy]
+                        row = start + oy * ow
+                        at = ((b * channels + c) * height + oy * sh - ph + i * dh) * width + j * dw - pw
                         if sw == 1:
                             for ox in range(x0, x1):
-                                target[ox + shift] += row[ox]
+                                flat[at + ox] += source[row + ox]
                         else:
                             for ox in range(x0, x1):
-                                target[ox * sw + shift] += row[ox]
+                                flat[at + ox * sw] += source[row + ox]
+                    start += oh * ow
 
 
 @njit
