@@ -7,6 +7,7 @@ processes of a foreign loader is not seen per batch; it shows in the samples, an
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import shutil
 import sys
@@ -162,9 +163,11 @@ class Watched(Generic[Item]):
         return len(self._iterable)  # type: ignore[arg-type]  # TypeError, as from the original
 
     def __length_hint__(self) -> int:
-        import operator
+        hint = operator.length_hint(self._iterable, -1)
+        return hint if hint >= 0 else NotImplemented
 
-        return operator.length_hint(self._iterable)
+    def __bool__(self) -> bool:  # else `if loader:` would ask a generator for its length
+        return bool(self._iterable)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # never reached once initialised; keeps copying and unpickling from recursing
