@@ -38,9 +38,18 @@ WHY_TEXT = {
 _TRAINER = ("h2d", "sync", "alloc", "host", "checkpoint")
 
 
+def label(where: str, why: str) -> str:
+    """A short name for people: the place, or what happened where no place is known."""
+    if where == "unknown" and why in ("fault", "cold_start", "scheduling"):
+        return {"fault": "a lost worker", "cold_start": "start-up", "scheduling": "late hand-offs"}[why]
+    return where.replace("_", " ")
+
+
 def text(key: tuple[str, str]) -> str:
     """One sentence for a (where, why)."""
     where, why = key
+    if where == "unknown" and why != "throughput":
+        return WHY_TEXT[why]
     if why == "throughput" and (where in _TRAINER or where == "unknown"):
         return WHERE_TEXT[where]
     return f"{WHERE_TEXT[where]}; {WHY_TEXT[why]}"
@@ -51,7 +60,7 @@ def evidence(
 ) -> dict[str, Any]:
     """Which steps, batches and workers, and what the operating system read. A missing reading is None with a reason."""
     where, _why = key
-    worst = [int(i) for i in np.argsort(-column, kind="stable")[:3] if column[i] > 0]
+    worst = [int(i) for i in np.argsort(-column, kind="stable")[:3] if column[i] > 0.01 * column.max()]
     out: dict[str, Any] = {
         "steps": int(np.count_nonzero(column > 0)),
         "worst_steps": [{"step": int(timeline.step[i]), "ms": float(column[i]) / 1e6} for i in worst],
@@ -92,7 +101,7 @@ def remedy(
     if why == "cold_start":
         return "one-off: it weighs less the longer the run; nothing to change unless runs are very short"
     if why == "fault":
-        return "see the fault below; feed.max_restarts bounds how often a worker is replaced"
+        return "find out what ended the worker (see the faults); feed.max_restarts bounds how often one is replaced"
     if why == "backpressure":
         return f"raise feed.depth (now {model.depth}) to {max(2 * model.depth, model.workers + 2, 4)}"
     if why == "straggler":
@@ -106,23 +115,24 @@ def remedy(
 def _for_place(where: str, model: Model, parts: list[Model], timeline: Timeline, cores: int | None) -> str:
     needed, _ms = workers_needed(parts, timeline)
     if model.serial:
-        more = "feed.engine: ray, so that batches are made while the step computes"
+        more = "use feed.engine: ray, so that batches are made while the step computes"
     else:
-        more = f"feed.workers {max(needed, model.workers + 1)} (now {model.workers})"
-        if cores is not None and needed > cores:
+        wanted = max(needed, model.workers + 1)
+        more = f"raise feed.workers to {wanted} (now {model.workers})"
+        if cores is not None and wanted > cores:
             more += f"; this host has {cores} cores, so make the stage itself cheaper first"
     return {
-        "storage": f"keep the data in memory or on a faster disk; data.order.shuffle: block reads in runs; {more}",
+        "storage": f"keep the data in memory or on a faster disk, set data.order.shuffle: block, or {more}",
         "read": more,
-        "decode": f"store decoded images (datasets.convert --encoded off), data.transform.decode: region, or {more}",
-        "augment": f"cheaper transform (data.transform.python), or {more}",
-        "collate": f"smaller data.train.batch or data.transform.crop, or {more}",
-        "transfer": "feed.topology: fused (each worker reads for itself); workers on the trainer's node",
+        "decode": f"store decoded images (datasets.convert --encoded off), set data.transform.decode: region, or {more}",
+        "augment": f"make the transform cheaper (data.transform.python), or {more}",
+        "collate": f"use a smaller data.train.batch or data.transform.crop, or {more}",
+        "transfer": "set feed.topology: fused (each worker reads for itself), workers on the trainer's node",
         "h2d": "copy less (uint8, cast on the device) or page-locked memory; the copy must fit under the compute",
         "cpu_contention": "leave cores free: fewer feed.workers, device.blas_threads 1, a quiet host",
         "gc": "keep less alive per step; gc.freeze() after start",
         "alloc": "allocate before the loop; steady state should allocate nothing",
-        "host": "profile.fingerprints: off and a larger display interval cost the least host time",
+        "host": "set profile.fingerprints: off, and show the loss less often",
         "checkpoint": "raise run.checkpoint_every",
         "sync": "look at the slowest trainer",
-    }.get(where, "profile.detail: full records the stages inside")
+    }.get(where, "set profile.detail: full, which records the stages inside")

@@ -115,7 +115,10 @@ def _notes(run: Run) -> list[Finding]:
 
 
 def _record(run: Run, timeline: Timeline, attribution: Attribution) -> list[Finding]:
-    found = [Finding("record", "warning", f"Damaged or missing: {problem}.") for problem in run.problems[:_MANY]]
+    # A run that was killed closed none of its files; that is said once, in its outcome.
+    known = "not closed" if outcome(run) == "unfinished" else None
+    problems = [problem for problem in run.problems if known is None or known not in problem]
+    found = [Finding("record", "warning", f"Damaged or missing: {problem}.") for problem in problems[:_MANY]]
     dropped = sum(int(note.get("lost", 0)) for note in run.notes if note.get("note") == "closed")
     if dropped:
         found.append(Finding("dropped", "warning", f"{dropped} events could not be written and are missing."))

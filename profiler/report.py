@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from profiler import cli, correlate, findings, store
+from profiler import advice, cli, correlate, findings, store
 from profiler.errors import StallscopeError
 from profiler.events import PARTITION
 from profiler.finding import Report
@@ -180,9 +180,10 @@ def headline(timeline: Timeline, attribution: Attribution) -> str:
     total = sum(cause.seconds for cause in warm)
     places: dict[str, float] = {}
     for cause in warm:
-        places[cause.where] = places.get(cause.where, 0.0) + cause.seconds / total
+        place = advice.label(cause.where, cause.why)
+        places[place] = places.get(place, 0.0) + cause.seconds / total
     top = sorted(places.items(), key=lambda item: -item[1])[:3]
-    parts = ", ".join(f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in top if share >= 0.05)
+    parts = ", ".join(f"{name} {100 * share:.0f} %" for name, share in top if share >= 0.05)
     reason = _REASONS[warm[0].why]
     if wait >= 0.5 * stall:
         return f"Steps waited {wait:.1f} ms of {wall:.1f} ms for data: {parts}{reason}."
@@ -191,10 +192,10 @@ def headline(timeline: Timeline, attribution: Attribution) -> str:
 
 _REASONS = {
     "throughput": "",
-    "straggler": "; single slow batches held up finished ones",
+    "straggler": "; single slow batches held the others up",
     "backpressure": "; the ring was too shallow to work ahead",
     "scheduling": "; hand-offs were noticed late",
-    "fault": "; a worker was lost",
+    "fault": "",
     "cold_start": "; the feed was starting up",
 }
 

@@ -32,7 +32,8 @@ _FOLLOW_FEED = (*FEED_CAUSES, "cpu_contention", "gc", "unknown", "handoff")
 
 @dataclass(frozen=True)
 class Attribution:
-    """Result of :func:`attribute`. Seconds. ``stall_s`` covers the kept steps (see NO_STALL); ``models``: what was
+    """Result of :func:`attribute`. Seconds. ``stall_s``: stall of all steps; of the cold ones alone
+    where the others have none (see NO_STALL); ``models``: what was
     replayed; ``per_step_ms``: float64[n, len(CAUSES)] blame per step, for drawing."""
 
     stall_s: float
@@ -90,7 +91,7 @@ def attribute(
     stall = timeline.stall_ns.astype(float)
     keep_cold = bool(stall[cold].sum() >= NO_STALL * timeline.wall_ns.sum())
     keep_steady = bool(stall[~cold].sum() >= NO_STALL * max(timeline.wall_ns[~cold].sum(), 1))
-    blame = _normalise(blame, stall, cold, keep_cold, keep_steady)
+    blame = _normalise(blame, stall, cold, keep_cold or keep_steady, keep_steady)
     why = _why(timeline, parts, made, blame)
     gains = {name: _gain(totals, groups, name, parts) for name in players}
     causes = _causes(timeline, parts, made, blame, why, gains, cores)
@@ -286,14 +287,16 @@ def _fold(columns: dict[tuple[str, str], np.ndarray], gain: dict[tuple[str, str]
 def _interval(column: np.ndarray, draws: int = 400) -> tuple[float, float] | None:
     """95 % interval of the column's sum in seconds: circular block bootstrap over steps, with a fixed seed."""
     n = len(column)
-    if n < 20 or np.count_nonzero(column) < 2:
+    # A sum made of one or two events has no spread that resampling could show.
+    effective = column.sum() ** 2 / max(float((column**2).sum()), 1e-30)
+    if n < 20 or effective < 4:
         return None
     block = max(1, min(50, n // 10))
     running = np.concatenate([[0.0], np.cumsum(np.concatenate([column, column[:block]]))])
     starts = np.random.default_rng(12345).integers(0, n, size=(draws, math.ceil(n / block)))
     sums = (running[starts + block] - running[starts]).sum(axis=1) * (n / (block * starts.shape[1]))
     low, high = np.quantile(sums, [0.025, 0.975]) / 1e9
-    return float(low), float(high)
+    return max(0.0, float(low)), float(high)
 
 
 def _slack(timeline: Timeline, parts: list[Model], events: np.ndarray, blame: np.ndarray) -> dict[str, Any]:

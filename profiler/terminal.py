@@ -107,7 +107,8 @@ def _causes(report: Report) -> Table:
     for column in ("stall", "of stall", "gain alone"):
         table.add_column(column, justify="right")
     table.add_column("")
-    for cause in report.stalls[:6]:
+    shown = [cause for cause in report.stalls[:6] if cause.share >= 0.01]
+    for cause in shown:
         table.add_row(
             cause.where,
             cause.why,
@@ -116,8 +117,8 @@ def _causes(report: Report) -> Table:
             f"{cause.gain_alone_s:.2f} s",
             Text("▇" * max(1, round(20 * cause.share)), style=COLOURS["feed_wait"]),
         )
-    if len(report.stalls) > 6:
-        rest = report.stalls[6:]
+    rest = report.stalls[len(shown) :]
+    if rest:
         seconds, share = sum(c.seconds for c in rest), sum(c.share for c in rest)
         table.add_row(f"{len(rest)} more", "", f"{seconds:.2f} s", f"{100 * share:.0f} %", "", "")
     return table

@@ -163,6 +163,7 @@ def nest(events: np.ndarray, roots: tuple[int, ...] = ()) -> Nesting:
             while stack and t1[stack[-1]] < end and stages[stack[-1]] not in roots:
                 begin = max(begin, t1[stack.pop()])
             if stack:
+                begin = max(begin, t0[stack[-1]])
                 end = min(end, t1[stack[-1]])
                 parent[i] = stack[-1]
             end = max(end, begin)

@@ -1,0 +1,110 @@
+"""The replay reproduces simulated runs, and predicts what they become when something is taken out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from profiler import timeline
+from profiler.events import Flag, Stage
+from profiler.replay import Variants, recorded, replay, subsets
+from profiler.services import CAUSE, CAUSES, Model, batches, models
+from tests.profiler.synthetic import Job, simulate, wall_s
+
+JOBS = {
+    "instant": Job(),
+    "slow_read": Job(read=40),
+    "two_workers": Job(read=40, workers=2, jitter=0.4),
+    "three_workers_shallow": Job(read=70, workers=3, depth=2, jitter=0.3),
+    "depth_1": Job(depth=1, read=10, release_late=True),
+    "inline": Job(inline=True, read=10, jitter=0.5),
+    "tests_and_snapshots": Job(read=25, test_every=30, checkpoint_every=40),
+    "startup": Job(startup=1500, workers=2, read=35),
+    "stragglers": Job(workers=2, slow=lambda step: {"decode": 400.0} if step % 50 == 25 else {}),
+    "lost_worker": Job(read=15, kill_worker_at=80, restart=900),
+}
+
+
+def model_of(job: Job) -> Model:
+    events = simulate(job).events()
+    table = timeline.build(events)
+    (model,) = models(table, batches(events, table), depth=job.depth)
+    return model
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_run_as_it_was(name: str) -> None:
+    job = JOBS[name]
+    model = model_of(job)
+    lengths, totals = replay(model, recorded())
+    assert totals[0] == pytest.approx(model.measured_ns, rel=2e-3)
+    assert lengths.sum() == pytest.approx(totals[0])
+    assert model.measured_ns / 1e9 == pytest.approx(wall_s(simulate(job)), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "removed", "changes"),
+    [
+        ("slow_read", ["read"], {"read": 0}),
+        ("two_workers", ["read"], {"read": 0}),
+        ("two_workers", ["decode"], {"decode": 0}),
+        ("three_workers_shallow", ["read"], {"read": 0}),
+        ("inline", ["read", "decode"], {"read": 0, "decode": 0}),
+        ("tests_and_snapshots", ["checkpoint"], {"checkpoint": 0}),
+        ("stragglers", ["decode"], {"decode": 0, "slow": None}),
+        ("lost_worker", ["fault"], {"kill_worker_at": -1}),
+    ],
+)
+def test_removing_a_service_is_what_the_simulator_says(name: str, removed: list[str], changes: dict) -> None:
+    job = JOBS[name]
+    _, totals = replay(model_of(job), subsets([removed]))
+    truth = wall_s(simulate(job.without(**changes)))
+    assert totals[1] / 1e9 == pytest.approx(truth, rel=0.02)
+
+
+def test_another_depth_is_what_the_simulator_says() -> None:
+    job = JOBS["depth_1"]
+    _, totals = replay(model_of(job), Variants(np.ones((1, len(CAUSES))), depth=4))
+    assert totals[0] / 1e9 == pytest.approx(wall_s(simulate(job.without(depth=4))), rel=0.02)
+
+
+def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(JOBS["two_workers"])
+    whole = replay(model, subsets([["read"], ["decode"], ["h2d"]]))
+    monkeypatch.setattr("profiler.replay._CHUNK_VALUES", 8 * 7)
+    parts = replay(model, subsets([["read"], ["decode"], ["h2d"]]))
+    np.testing.assert_allclose(parts[0], whole[0])
+    np.testing.assert_allclose(parts[1], whole[1])
+
+
+def test_stages_are_split_by_cause() -> None:
+    job = Job(steps=20, read=10, decode=8, blocked=True, runq=3)
+    model = model_of(job)
+    per_batch = model.make.mean(axis=0) / 1e6
+    assert per_batch[CAUSE["storage"]] == pytest.approx(9, abs=0.01)
+    assert per_batch[CAUSE["read"]] == pytest.approx(1, abs=0.01)
+    assert per_batch[CAUSE["cpu_contention"]] == pytest.approx(3, abs=0.01)
+    assert per_batch[CAUSE["decode"]] == pytest.approx(5, abs=0.01)
+
+
+def test_a_missing_reading_is_not_taken_for_zero() -> None:
+    events = simulate(Job(steps=20, read=10, blocked=True, runq=3, readings=False)).events()
+    table = timeline.build(events)
+    made = batches(events, table)
+    assert made.coverage == {"cpu_ns": 0.0, "runq_ns": 0.0, "inblock": 0.0}
+    assert (made.inblock == -1).all()
+    assert made.service_ns[:, CAUSE["storage"]].sum() == 0
+    assert made.service_ns[:, CAUSE["cpu_contention"]].sum() == 0
+    assert made.service_ns[:, CAUSE["read"]].mean() / 1e6 == pytest.approx(10)
+
+
+def test_batches_of_a_test_are_left_out() -> None:
+    """Only the stages inside a test's batch carry the flag, and step numbers and slots are the same."""
+    events = simulate(Job(steps=10)).events()
+    copy = events[events["actor"] == 1].copy()
+    copy["actor"] = 2
+    copy["flags"][(copy["stage"] >= Stage.READ) & (copy["stage"] <= Stage.COLLATE)] = Flag.TEST_PHASE
+    both = np.concatenate([events, copy])
+    made = batches(both, timeline.build(both))
+    assert len(made) == 10
+    assert set(made.actor.tolist()) == {1}
