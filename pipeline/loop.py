@@ -26,11 +26,12 @@ def train(job: Job) -> None:
             batch = next(job.feed)  # the feed records how long this waits
             whole.epoch, whole.items = batch.epoch, len(batch)
 
-            upload = device.upload(job.inputs(batch), step=step, epoch=batch.epoch, slot=batch.slot)
+            with record.span(Stage.HOST, step=step):
+                upload = device.upload(job.inputs(batch), step=step, epoch=batch.epoch, slot=batch.slot)
             upload.wait()
             with record.span(Stage.HOST, step=step):
                 job.fingerprint_inputs(batch, upload.arrays)
-            batch.release()  # its slot may be filled again: the device has its own copy
+                batch.release()  # its slot may be filled again: the device has its own copy
 
             with record.span(Stage.COMPUTE, step=step), device.compute(step=step, epoch=batch.epoch):
                 loss = solver.step_on(upload.arrays, epoch=batch.epoch)

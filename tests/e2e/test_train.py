@@ -105,34 +105,48 @@ def test_the_partition_of_a_real_job_adds_up(lenet: tuple[Path, Finished]) -> No
     assert document["partition"]["checkpoint"] > 0
 
 
+def _warm(document: dict[str, Any]) -> dict[str, float]:
+    """Seconds of stall by place, without what the cold start cost."""
+    places: dict[str, float] = {}
+    for stall in document["stalls"]:
+        if stall["why"] != "cold_start":
+            places[stall["where"]] = places.get(stall["where"], 0.0) + stall["seconds"]
+    return places
+
+
+@pytest.mark.ray
 def test_a_step_fed_instantly_shows_no_stall(tmp_path: Path) -> None:
-    done = train(*FEED_ONLY, "--data.train.batch=8", "--feed.engine=inline", "--run.iterations=60", cwd=tmp_path)
+    done = train(
+        *FEED_ONLY, "--data.train.batch=8", "--feed.engine=ray", "--feed.workers=1", "--run.iterations=100",
+        cwd=tmp_path,
+    )  # fmt: skip
     assert done.code == 0, done.err + done.out
     document = _check_partition(tmp_path / "run")
-    assert document["step_ms"]["p50"] == pytest.approx(STEP_MS, rel=0.15)
-    assert document["au"] > 0.85
-    steady = document["wall_s"] - STEP_MS * 1e-3 * document["steps"]
-    assert [
-        stall for stall in document["stalls"] if stall["why"] != "cold_start" and stall["share"] * steady > 0.2
-    ] == []
-    assert "never starved" in document["headline"]
+    assert _steady_ms(tmp_path / "run", "compute") == pytest.approx(STEP_MS, rel=0.1)
+    assert _steady_ms(tmp_path / "run", "feed_wait") < 0.05 * STEP_MS
+    assert document["au"] > 0.8
+    assert "waited" not in document["headline"], "nobody waited for data"
+    feed = [seconds for place, seconds in _warm(document).items() if place in ("storage", "read", "decode", "augment")]
+    assert sum(feed) < 0.02 * document["wall_s"]
 
 
 @pytest.mark.parametrize("engine", ["inline", pytest.param("ray", marks=pytest.mark.ray)])
 def test_a_slow_feed_shows_the_stall_where_it_is(tmp_path: Path, engine: str) -> None:
     """40 ms of a user's transform before a step of 20 ms: the wait is 40 ms inline, and 20 ms beside a worker."""
     done = train(
-        *FEED_ONLY, "--data.train.batch=1", f"--feed.engine={engine}", "--feed.workers=1", "--run.iterations=50",
+        *FEED_ONLY, "--data.train.batch=1", f"--feed.engine={engine}", "--feed.workers=1", "--run.iterations=80",
         "--data.transform.python=slow:sleep", cwd=tmp_path,
     )  # fmt: skip
     assert done.code == 0, done.err + done.out
     document = _check_partition(tmp_path / "run")
     expected = 40 if engine == "inline" else 20
     assert _steady_ms(tmp_path / "run", "feed_wait") == pytest.approx(expected, rel=0.25)
-    worst = document["stalls"][0]
-    assert worst["where"] == "augment", document["stalls"]
-    assert worst["why"] == "throughput"
-    assert worst["share"] > 0.7
+    warm = _warm(document)
+    assert warm["augment"] > 0.8 * sum(warm.values()), document["stalls"]
+    assert warm["augment"] == pytest.approx(expected * 1e-3 * document["steps"], rel=0.25)
+    (main,) = [stall for stall in document["stalls"] if (stall["where"], stall["why"]) == ("augment", "throughput")]
+    assert main["seconds"] > 0.9 * warm["augment"]
+    assert "for data: augment" in document["headline"]
 
 
 @pytest.mark.ray
