@@ -30,7 +30,6 @@ from tests.datasets import golden
 def views(tmp_path_factory, monkeypatch):
     """A temporary folder of our own, on which every test must leave nothing."""
     folder = tmp_path_factory.mktemp("views")
-    folder.chmod(0o777)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
     assert list(folder.iterdir()) == []
@@ -83,8 +82,12 @@ def test_a_folder_that_may_only_be_read_is_enough(name):
             file.chmod(0o444)
         folder.chmod(0o555)
         before = golden.snapshot(folder)
+        own = place / "views"
+        own.mkdir()
+        own.chmod(0o777)
 
         def read():
+            tempfile.tempdir = str(own)
             os.setgroups([])
             os.setgid(golden.UNPRIVILEGED)
             os.setuid(golden.UNPRIVILEGED)
@@ -94,6 +97,7 @@ def test_a_folder_that_may_only_be_read_is_enough(name):
 
         assert golden.in_child(read) == 0
         assert golden.snapshot(folder) == before
+        assert list(own.iterdir()) == []
 
 
 def test_tables_are_linked_and_the_rest_is_copied(tables, views):

@@ -73,7 +73,7 @@ def test_a_folder_that_may_not_be_read_is_named():
 
         def read():
             os.setuid(golden.UNPRIVILEGED)
-            with pytest.raises(SourceError, match="no permission to read"):
+            with pytest.raises(SourceError, match="cannot be read: Permission denied"):
                 open_source(folder)
 
         assert golden.in_child(read) == 0
