@@ -47,7 +47,7 @@ class _Labels:
             bad &= valid
         if bool(bad.any()):
             self._refuse(flat, int(bad.reshape(-1).argmax()))
-        return xp.where(True if valid is None else valid, flat, 0).astype(np.int64), valid
+        return (flat if valid is None else xp.where(valid, flat, np.float32(0))).astype(np.int64), valid
 
     def _refuse(self, flat: Array, first: int) -> None:
         value = float(flat.reshape(-1)[first])

@@ -176,4 +176,6 @@ class Pooling(Layer):
             dx[...] = 0
             share = dy if largest else dy / self._area
             for image, out, where in self._offsets():
-                dx[image] += self.xp.where(self._index[out] == where, share[out], 0) if largest else share[out]
+                dx[image] += (
+                    self.xp.where(self._index[out] == where, share[out], np.float32(0)) if largest else share[out]
+                )
