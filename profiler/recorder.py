@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import os
-import resource
 import socket
 import struct
 import threading
@@ -24,11 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from profiler import streams
+from profiler import files, spans
 from profiler.cli import finite
 from profiler.errors import StallscopeError, UsageError
 from profiler.events import EVENT, MISSING, Kind, Stage
-from profiler.osread import SchedFile, boot_id, clock_pair
+from profiler.osread import boot_id, clock_pair
+from profiler.spans import NullSpan, Span
 
 Detail = Literal["off", "steps", "full"]
 Level = Literal["off", "step", "layer"]
@@ -49,90 +49,6 @@ assert _ROW.size == EVENT.itemsize
 _log = logging.getLogger(__name__)
 _now = time.monotonic_ns
 _cpu = time.thread_time_ns
-_rusage = resource.getrusage
-_THREAD = getattr(resource, "RUSAGE_THREAD", None)
-
-
-class Span:
-    """A stretch of time being recorded; a context manager made by :meth:`Recorder.span`.
-
-    ``items``, ``nbytes``, ``flags``, ``step``, ``epoch`` and ``slot`` may be set until it ends.
-    """
-
-    __slots__ = (
-        "_cpu0", "_inblock0", "_recorder", "_sched", "_sched0", "epoch", "flags", "items", "nbytes", "slot", "stage",
-        "step", "t0_ns",
-    )  # fmt: skip
-
-    def __init__(
-        self, recorder: Recorder, stage: int, step: int, epoch: int, slot: int, items: int, nbytes: int, flags: int
-    ) -> None:
-        self._recorder = recorder
-        self.stage = stage
-        self.step = step
-        self.epoch = epoch
-        self.slot = slot
-        self.items = items
-        self.nbytes = nbytes
-        self.flags = flags
-        self.t0_ns = 0
-
-    def __enter__(self) -> Span:
-        recorder = self._recorder
-        entered = _now()
-        if recorder._readings:
-            try:
-                self._sched = _local.sched
-            except AttributeError:
-                self._sched = _local.sched = SchedFile()
-            self._inblock0 = _rusage(_THREAD).ru_inblock if _THREAD is not None else MISSING
-            self._sched0 = self._sched.raw()
-            self._cpu0 = _cpu()
-        recorder._open[id(self)] = self
-        self.t0_ns = started = _now()
-        recorder._overhead_ns += started - entered
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.t0_ns:
-            return
-        t1 = _now()
-        recorder = self._recorder
-        cpu = runq = inblock = MISSING
-        if recorder._readings:
-            cpu = _cpu() - self._cpu0
-            text = self._sched.raw()
-            if text and self._sched0:
-                # Mostly the thread never left its CPU, the text is the same and needs no parsing.
-                runq = 0 if text == self._sched0 else int(text.split()[1]) - int(self._sched0.split()[1])
-            if _THREAD is not None:
-                inblock = _rusage(_THREAD).ru_inblock - self._inblock0
-        recorder._open.pop(id(self), None)
-        recorder.add(
-            Kind.SPAN, self.stage, self.t0_ns, t1, step=self.step, epoch=self.epoch, slot=self.slot, cpu_ns=cpu,
-            runq_ns=runq, inblock=inblock, items=self.items, nbytes=self.nbytes, flags=self.flags,
-        )  # fmt: skip
-        recorder._overhead_ns += _now() - t1
-
-    def drop(self) -> None:
-        """Forget a span that has begun: its end records nothing."""
-        self._recorder._open.pop(id(self), None)
-        self.t0_ns = 0
-
-    def _so_far(self, now: int, actor: int) -> tuple[int, ...]:
-        """The row of a span still in progress; called from the flush thread, so CPU time comes from the scheduler."""
-        cpu = runq = MISSING
-        if self._recorder._readings and self._sched0:
-            text = self._sched.raw()
-            if text:
-                before, reading = SchedFile.sched_of(self._sched0), SchedFile.sched_of(text)
-                cpu, runq = reading.cpu_ns - before.cpu_ns, reading.runq_ns - before.runq_ns
-        return (
-            Kind.OPEN, self.stage, self.flags, actor, self.epoch, self.slot, self.step, self.t0_ns,
-            max(now, self.t0_ns), cpu, runq, MISSING, self.items, self.nbytes,
-        )  # fmt: skip
 
 
 class Recorder:
@@ -180,9 +96,11 @@ class Recorder:
             "boot_id": boot_id(), "monotonic_ns": str(monotonic_ns), "wall_ns": str(wall_ns), "detail": detail,
         }  # fmt: skip
         stem = f"{name}-{os.getpid()}"
+        from profiler import streams  # here, since it loads Arrow, which those who only import NULL do not need
+
         try:
             # Notes are never merged or removed: their file settles a stem that is unique in the run.
-            self._note_fd, notes = streams.create(folder / "events", stem, ".jsonl")
+            self._note_fd, notes = files.create(folder / "events", stem, ".jsonl")
             stem = notes.stem
             self._events = streams.StreamFile(folder / "events", stem, streams.EVENTS, self.identity)
             self._print_file = streams.StreamFile(
@@ -277,7 +195,7 @@ class Recorder:
         line = {"note": note, "t_ns": _now(), "wall_ns": time.time_ns(), **fields}
         # One write call: whole lines even when a signal handler writes a note in the middle of another.
         text = json.dumps(finite(line), allow_nan=False, default=_text_of)
-        self._attempt(streams.write_all, self._note_fd, text.encode() + b"\n", rows=1)
+        self._attempt(files.write_all, self._note_fd, text.encode() + b"\n", rows=1)
 
     def fingerprint(
         self, step: int, name: str, ordered: int, multiset: int = 0, *, max_abs: float = math.nan, l2: float = math.nan,
@@ -391,7 +309,7 @@ class Recorder:
         now = _now()
         for span in list(self._open.values()):
             if span.t0_ns:
-                extra += _ROW.pack(*span._so_far(now, self.actor))
+                extra += _ROW.pack(*span.so_far(now, self.actor))
         data = bytes(rows[: count * EVENT.itemsize]) + extra
         if data:
             self._attempt(self._events.append_events, data, rows=len(data) // EVENT.itemsize)
@@ -442,21 +360,6 @@ class Recorder:
                 os.close(fd)
 
 
-class _NullSpan(Span):
-    __slots__ = ()
-
-    def drop(self) -> None:
-        return None
-
-    def __enter__(self) -> Span:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-
 class _Null(Recorder):
     """Same methods, no effect."""
 
@@ -471,7 +374,7 @@ class _Null(Recorder):
         self.identity = {}
         self._live = False
         self._overhead_ns = 0
-        self._nothing = _NullSpan(self, 0, -1, -1, -1, 0, 0, 0)
+        self._nothing = NullSpan(self, 0, -1, -1, -1, 0, 0, 0)
 
     def span(self, stage: int, **_fields: Any) -> Span:
         return self._nothing
@@ -493,7 +396,6 @@ def _text_of(value: Any) -> Any:
 
 
 _all: weakref.WeakSet[Recorder] = weakref.WeakSet()
-_local = threading.local()
 NULL: Recorder = _Null()
 _current: Recorder = NULL
 
@@ -515,9 +417,9 @@ def _close_all() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _current, _local
+    global _current
     _current = NULL
-    _local = threading.local()  # its files name the parent's threads
+    spans.forget_threads()
     for recorder in list(_all):
         if recorder._live:
             recorder._after_fork()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from profiler import streams
+from profiler import files, streams
 from profiler.cli import dumps
 from profiler.errors import StallscopeError
 from profiler.osread import boot_id
@@ -67,7 +66,7 @@ def write_manifest(folder: str | os.PathLike[str], manifest: dict[str, Any]) -> 
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     document = {"kind": KIND, "schema": SCHEMA, **manifest}
-    _replace(path / "manifest.json", dumps(document).encode() + b"\n")
+    files.replace(path / "manifest.json", dumps(document).encode() + b"\n")
 
 
 def update_manifest(folder: str | os.PathLike[str], **changes: Any) -> None:
@@ -125,9 +124,9 @@ def compact(folder: str | os.PathLike[str]) -> Path | None:
     target = events / _COMPACT
     temporary = events / f".{_COMPACT}.{os.getpid()}"
     pq.write_table(merged, temporary, compression="zstd")
-    _sync(temporary)
+    files.sync(temporary)
     temporary.rename(target)
-    _sync(events)
+    files.sync(events)
     for path in done:
         path.unlink()
     return target
@@ -278,26 +277,3 @@ def _is_dead(identity: dict[str, str]) -> bool:
     except PermissionError:
         return False
     return False
-
-
-def _replace(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

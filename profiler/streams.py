@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from profiler import files
 from profiler.events import EVENT
 
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -35,26 +36,6 @@ FINGERPRINTS = pa.schema(
 
 SAMPLES = pa.schema([("t_ns", pa.int64()), ("pid", pa.int64()), ("metric", pa.string()), ("value", pa.float64())])
 """Columns of a sample stream, one row per reading: t_ns is ``time.monotonic_ns``, pid 0 stands for the host."""
-
-
-def create(folder: Path, stem: str, suffix: str) -> tuple[int, Path]:
-    """Create ``folder/stem+suffix`` (or ``stem.2+suffix``, ... if taken) for appending: (file descriptor, path)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-    number = 1
-    while True:
-        path = folder / (f"{stem}{suffix}" if number == 1 else f"{stem}.{number}{suffix}")
-        try:
-            return os.open(path, flags, 0o644), path
-        except FileExistsError:  # an earlier part of a resumed run had the same process number
-            number += 1
-
-
-def write_all(fd: int, data: bytes) -> None:
-    """Write all bytes; a short write (disk nearly full) is tried again and then raises OSError."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 class StreamFile:
@@ -90,13 +71,13 @@ class StreamFile:
             fd, self.fd = self.fd, -1
             try:
                 if not self._torn:
-                    write_all(fd, _END)
+                    files.write_all(fd, _END)
             finally:
                 os.close(fd)
 
     def _create(self) -> None:
-        self.fd, self.path = create(self._folder, self._stem, ".arrows")
-        write_all(self.fd, self._schema.serialize().to_pybytes())
+        self.fd, self.path = files.create(self._folder, self._stem, ".arrows")
+        files.write_all(self.fd, self._schema.serialize().to_pybytes())
 
     def _append(self, batch: pa.RecordBatch) -> None:
         if self.fd < 0:
@@ -105,7 +86,7 @@ class StreamFile:
         if self._torn:
             raise OSError("an earlier write failed half-way")
         try:
-            write_all(self.fd, batch.serialize().to_pybytes())
+            files.write_all(self.fd, batch.serialize().to_pybytes())
         except OSError:
             # Half a message would hide everything after it: take it back, or write no more if that fails too.
             try:

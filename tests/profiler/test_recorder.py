@@ -127,7 +127,7 @@ def test_a_full_disk_costs_events_but_neither_memory_nor_the_job(
     def no_space(_fd: int, _data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("profiler.streams.write_all", no_space)
+    monkeypatch.setattr("profiler.files.write_all", no_space)
     for step in range(1, 101):
         rec.mark(Stage.READY, step=step)
     rec.note("also lost")
@@ -151,7 +151,7 @@ def test_a_half_written_message_is_taken_back(tmp_path: Path, monkeypatch: pytes
         os.write(fd, data[: len(data) // 2])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("profiler.streams.write_all", half)
+    monkeypatch.setattr("profiler.files.write_all", half)
     rec.mark(Stage.READY, step=1)
     rec.flush()
     monkeypatch.undo()
@@ -412,7 +412,7 @@ def test_importing_the_profiler_loads_nothing_heavy() -> None:
 import sys, profiler
 assert "numpy" not in sys.modules
 import profiler.recorder, profiler.hashing, profiler.jit, profiler.osread
-heavy = {"ray", "cupy", "lmdb", "plyvel", "numba", "psutil", "datasets", "gpu", "pipeline"} & set(sys.modules)
+heavy = {"ray", "cupy", "lmdb", "plyvel", "numba", "psutil", "pyarrow", "datasets", "gpu"} & set(sys.modules)
 assert not heavy, heavy
 """
     )

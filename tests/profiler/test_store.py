@@ -55,7 +55,7 @@ def test_a_failed_manifest_write_leaves_the_old_one(tmp_path: Path, monkeypatch:
     def fail(_old: str, _new: str) -> None:
         raise OSError("disk gone")
 
-    monkeypatch.setattr(store.os, "replace", fail)
+    monkeypatch.setattr("profiler.files.os.replace", fail)
     with pytest.raises(OSError, match="disk gone"):
         write_manifest(tmp_path, {"n": 2})
     assert json.loads((tmp_path / "manifest.json").read_text())["n"] == 1
