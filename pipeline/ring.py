@@ -225,13 +225,14 @@ class Ring:
         self._threads = threading.Lock()  # record locks belong to a process and do not keep its threads apart
 
     def close(self) -> None:
-        """Give mapping and descriptors back. Idempotent. Arrays still held by a user keep the memory alive."""
+        """Give mapping and descriptors back. Idempotent. Arrays that a user still holds keep the memory until they go."""
         if self._memory < 0:
             return
         for name in ("_header", "_workers", "_slots", "_payload"):
             self.__dict__.pop(name, None)
         with contextlib.suppress(BufferError):  # a user holds an array of a batch: unmapped when that goes
             self._map.close()
+        del self._map
         for fd in (self._memory, self._ready, self._free):
             os.close(fd)
         self._memory = self._ready = self._free = -1
