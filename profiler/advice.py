@@ -104,7 +104,7 @@ def remedy(
         return "find out what ended the worker (see the faults); feed.max_restarts bounds how often one is replaced"
     if why == "backpressure":
         return f"raise feed.depth (now {model.depth}) to {max(2 * model.depth, model.workers + 2, 4)}"
-    if why == "straggler":
+    if why == "straggler" and where != "cpu_contention":
         steps = ", ".join(str(worst["step"]) for worst in found["worst_steps"])
         return f"look at the records of steps {steps} (datasets.inspect); a deeper feed.depth hides rare slow batches"
     if why == "scheduling":
@@ -124,7 +124,7 @@ def _for_place(where: str, model: Model, parts: list[Model], timeline: Timeline,
     return {
         "storage": f"keep the data in memory or on a faster disk, set data.order.shuffle: block, or {more}",
         "read": more,
-        "decode": f"store decoded images (datasets.convert --encoded off), set data.transform.decode: region, or {more}",
+        "decode": f"store decoded images (datasets.convert --encoded off), data.transform.decode: region, or {more}",
         "augment": f"make the transform cheaper (data.transform.python), or {more}",
         "collate": f"use a smaller data.train.batch or data.transform.crop, or {more}",
         "transfer": "set feed.topology: fused (each worker reads for itself), workers on the trainer's node",

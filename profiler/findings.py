@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from profiler.events import Kind, Stage
 from profiler.finding import Finding
 from profiler.stalls import Attribution
 from profiler.store import Run
 from profiler.timeline import PART, Timeline
 
 _LOST = "worker_lost"
-_BACK = ("worker_restarted", "worker_started", "worker_replaced")
-_QUIET = ("closed", "gc_short", *_BACK)
+_QUIET = ("closed", "gc_short")
 _SELF = ("note", "t_ns", "wall_ns", "process", "name", "role", "actor", "pid")
 _MANY = 20
 
@@ -46,13 +46,13 @@ def outcome(run: Run) -> str:
     """How the run ended: what its manifest says, or "unfinished" where the end was never written."""
     said = run.manifest.get("outcome")
     if isinstance(said, dict):
-        said = said.get("status") or said.get("state") or said.get("result")
+        said = said.get("state")
     return str(said) if said and said != "running" else "unfinished"
 
 
-def collect(run: Run, timeline: Timeline, attribution: Attribution) -> tuple[Finding, ...]:
-    """All findings of a run, the gravest first."""
-    found = [*_end(run, timeline), *_faults(run), *_notes(run), *_record(run, timeline, attribution)]
+def collect(run: Run, events: np.ndarray, timeline: Timeline, attribution: Attribution) -> tuple[Finding, ...]:
+    """All findings of a run, the gravest first. ``events``: EVENT[n] of all processes."""
+    found = [*_end(run, timeline), *_faults(run, events), *_notes(run), *_record(run, timeline, attribution)]
     rank = {"fault": 0, "warning": 1, "info": 2}
     return tuple(sorted(found, key=lambda finding: rank[finding.level]))
 
@@ -63,11 +63,12 @@ def _end(run: Run, timeline: Timeline) -> list[Finding]:
         at = f" in step {int(timeline.step[-1])}" if len(timeline) else " before its first step"
         text = f"The record ends{at}: the run was killed or is still going. What was written until then is reported."
         found.append(Finding("unfinished", "fault", text))
-    elif outcome(run) not in ("ok", "finished", "complete", "completed", "done"):
-        found.append(Finding("outcome", "warning", f"The run ended early: {outcome(run)}."))
-    error = run.manifest.get("outcome")
-    if isinstance(error, dict) and error.get("error"):
-        found.append(Finding("error", "fault", str(error["error"])))
+    said = run.manifest.get("outcome")
+    detail = said if isinstance(said, dict) else {}
+    if outcome(run) == "interrupted":
+        found.append(Finding("interrupted", "warning", f"The run was stopped by {detail.get('signal', 'a signal')}."))
+    elif outcome(run) == "failed":
+        found.append(Finding("failed", "fault", f"The run failed: {detail.get('error', 'no reason was written')}"))
     for segment in range(1, int(timeline.segment.max(initial=0)) + 1):
         row = int(np.flatnonzero(timeline.segment == segment)[0])
         before, after = int(timeline.step[row - 1]), int(timeline.step[row])
@@ -76,24 +77,34 @@ def _end(run: Run, timeline: Timeline) -> list[Finding]:
     return found
 
 
-def _faults(run: Run) -> list[Finding]:
+def _faults(run: Run, events: np.ndarray) -> list[Finding]:
+    restarts = events[(events["stage"] == Stage.RESTART) & (events["kind"] == Kind.SPAN)]
     found = []
     for note in run.notes:
         if note.get("note") != _LOST:
             continue
-        step = note.get("step") if isinstance(note.get("step"), int) else None
-        who = note.get("worker_name") or note.get("worker") or note.get("lost") or "a worker"
-        who = f"worker {who}" if isinstance(who, int) else str(who)
-        how = note.get("signal") or (
-            f"exit status {note['exit_status']}" if note.get("exit_status") is not None else None
-        )
-        text = f"{who[:1].upper()}{who[1:]} was lost{f' at step {step}' if step is not None else ''}"
-        text += f" ({how})" if how else ""
-        after = note.get("replaced_s")
-        text += f"; replaced after {after:.1f} s" if isinstance(after, int | float) else "; it was replaced"
-        text += ", its batch was made again, no record was lost or repeated."
+        step = note.get("step")
+        step = step if isinstance(step, int) and step >= 0 else None
+        who = note.get("worker")
+        text = f"Worker {who} was lost" if who is not None else "A worker was lost"
+        if step is not None:
+            text += f" while it made the batch of step {step}"
+        how = [str(note[key]) for key in ("how", "exit", "signal") if note.get(key)]
+        text += f" ({', '.join(how)})" if how else ""
+        moment = int(note.get("t_ns") or 0)
+        back = restarts[(restarts["t0_ns"] <= moment) & (restarts["t1_ns"] >= moment)]
+        if len(back):
+            text += f"; a new one was at work {(int(back['t1_ns'][0]) - moment) / 1e9:.1f} s later"
+        done = step is None or _made_after(events, step, moment)
+        text += ". Its batch was made again: no record was lost or repeated." if done and step is not None else "."
         found.append(Finding(_LOST, "fault", text, step))
     return found[:_MANY]
+
+
+def _made_after(events: np.ndarray, step: int, moment_ns: int) -> bool:
+    """Whether the record shows that the batch of a step was finished after that moment."""
+    made = (events["stage"] == Stage.BATCH) & (events["kind"] == Kind.SPAN) & (events["step"] == step)
+    return bool((events["t1_ns"][made] > moment_ns).any())
 
 
 def _notes(run: Run) -> list[Finding]:

@@ -76,6 +76,8 @@ def page(analysis: Analysis) -> str:
         report=report,
         title=Path(report.run).resolve().name,
         parts=[(name, s, s / total if total else 0.0) for name, s in report.partition.items()],
+        warm=[cause for cause in report.stalls if cause.why != "cold_start"],
+        cold=[cause for cause in report.stalls if cause.why == "cold_start"],
         part_text=PART_TEXT,
         colours=COLOURS,
         cause_colours=CAUSE_COLOURS,
@@ -228,8 +230,8 @@ def _samples(analysis: Analysis, origin: int) -> list[dict[str, Any]]:
     wanted.append(("CPUs used by the trainer", "cores", (metric == "cpu_cores") & np.isin(pid, list(trainers)), 1.0))
     lines = []
     for title, unit, mask, factor in wanted:
-        if not mask.any():
-            continue
+        if not mask.any() or ("PSI" in title and value[mask].max() < 0.01):
+            continue  # nothing waited for this: a flat line says less than its absence
         t, v = time[mask], value[mask] * factor
         order = np.argsort(t, kind="stable")
         groups = np.arange(0, len(t), max(1, -(-len(t) // _SAMPLES)))

@@ -43,7 +43,7 @@ def analyse(run: store.Run) -> Analysis:
         timeline, events, depth=_number(config, "feed", "depth"), lost_steps=findings.lost_steps(run.notes),
         cores=_number(run.manifest.get("environment") or {}, "cpu", "usable"),
     )  # fmt: skip
-    return Analysis(run, events, names, timeline, attribution, _report(run, timeline, attribution, config))
+    return Analysis(run, events, names, timeline, attribution, _report(run, events, timeline, attribution, config))
 
 
 def build(run: store.Run) -> Report:
@@ -96,7 +96,9 @@ def _number(document: dict[str, Any], *path: str) -> int | None:
     return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _report(run: store.Run, timeline: Timeline, attribution: Attribution, config: dict[str, Any]) -> Report:
+def _report(
+    run: store.Run, events: np.ndarray, timeline: Timeline, attribution: Attribution, config: dict[str, Any]
+) -> Report:
     n = len(timeline)
     wall = timeline.wall_ns
     partition = {name: float(timeline.parts_ns[:, i].sum()) / 1e9 for i, name in enumerate(PARTITION)}
@@ -125,7 +127,7 @@ def _report(run: store.Run, timeline: Timeline, attribution: Attribution, config
         correlation=correlate.feed_and_steps(timeline, attribution.models),
         overhead=findings.overhead(run.notes, float(wall.sum()) / 1e9),
         coverage=_coverage(timeline, attribution),
-        findings=findings.collect(run, timeline, attribution),
+        findings=findings.collect(run, events, timeline, attribution),
         faults=findings.fault_counts(run.notes),
     )
 

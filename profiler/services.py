@@ -322,6 +322,11 @@ def _trainer_parts(
     tree = timeline.nesting
     row_of = timeline.row
     at = np.flatnonzero((row_of >= rows[0]) & (row_of <= rows[-1]) & (tree.events["stage"] != Stage.STEP))
+    # What happens during the wait (a collection, the stages of the inline engine) is in the wait already.
+    during = (tree.events["t0_ns"][at] >= timeline.wait_t0_ns[row_of[at]]) & (
+        tree.events["t1_ns"][at] <= timeline.wait_t1_ns[row_of[at]]
+    )
+    at = at[~during]
     i = place[row_of[at]]
     own = tree.own_ns[at].astype(float)
     a, b = tree.events["t0_ns"][at], tree.events["t1_ns"][at]

@@ -256,7 +256,8 @@ def _causes(
             put((name, "cold_start"), np.where(cold, column, 0), alone * column[cold].sum() / column.sum())
     _fold(columns, gain, total)
     result = []
-    for key, column in sorted(columns.items(), key=lambda item: -item[1].sum()):
+    # What a longer run would go on suffering from comes first, the one-off start last.
+    for key, column in sorted(columns.items(), key=lambda item: (item[0][1] == "cold_start", -item[1].sum())):
         seconds = float(column.sum()) / 1e9
         if seconds <= 0:
             continue

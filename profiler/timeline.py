@@ -95,16 +95,18 @@ def lanes(table: Any) -> tuple[np.ndarray, dict[int, str]]:
     """Events of a run with one actor number per process, and the name of each number: (EVENT[n], {actor: name}).
 
     Several processes may carry one number (a worker and its replacement, the workers of two feeds): all but the first
-    get a new one, since spans of different processes never nest. Actor 0 stays the trainer's, also after a resume.
+    get a new one, since spans of different processes never nest. Actor 0 stays the trainer's, also after a resume; what
+    the trainer writes into the lanes of others (RESTART) stays there.
     """
     events = as_events(table)
     process = table.column("process").to_numpy(zero_copy_only=False)
+    trainer = table.column("role").to_numpy(zero_copy_only=False) == "trainer"
     order, first = np.unique(process.astype(str), return_index=True)
     names: dict[int, str] = {}
     spare = int(events["actor"].max(initial=0)) + 1
     actors = events["actor"].copy()
     for name, _at in sorted(zip(order.tolist(), first.tolist(), strict=True), key=lambda item: item[1]):
-        mine = process == name
+        mine = (process == name) & ~(trainer & (events["actor"] != 0))
         for actor in np.unique(events["actor"][mine]).tolist():
             if actor not in names or actor == 0:
                 names.setdefault(actor, name)
@@ -195,7 +197,7 @@ def build(source: Any) -> Timeline:
     events = resolve_open(as_events(source))
     mine = events["actor"] == 0
     lanes = np.isin(events["stage"], _DEVICE_STAGES + _LIFE_STAGES)
-    spans = _with_unfinished_step(events[mine & is_span(events) & ~lanes])
+    spans = _joined(_with_unfinished_step(events[mine & is_span(events) & ~lanes]))
     tree = nest(spans, roots=(int(Stage.STEP),))
     row, part, steps = _rows_and_parts(tree)
     n = len(steps)
@@ -209,7 +211,7 @@ def build(source: Any) -> Timeline:
     device_ns = np.array([_overlap(busy, a, b) for a, b in zip(steps["t0_ns"], steps["t1_ns"], strict=True)], np.int64)
     if len(device):
         wait_t0 = _charge_device(tree, row, part, busy, parts, wait_t0, wait_t1)
-    segment = np.cumsum(np.concatenate(([0], np.diff(steps["step"]) <= 0)))[:n] if n else np.zeros(0, np.int64)
+    segment = np.cumsum(_starts(steps)) - 1
     first = np.concatenate(([True], np.diff(segment) > 0))[:n] if n else np.zeros(0, bool)
     emulated = np.zeros(n, bool)
     nominal = inside & (tree.events["flags"] & Flag.EMULATED > 0)
@@ -249,6 +251,24 @@ def _with_unfinished_step(spans: np.ndarray) -> np.ndarray:
     step["t1_ns"] = live["t1_ns"].max()
     joined = np.concatenate([spans, step])
     return joined[np.lexsort((-joined["t1_ns"], joined["t0_ns"]))]
+
+
+def _starts(steps: np.ndarray) -> np.ndarray:
+    """bool[n]: steps that begin a new segment: marked as the first of a (resumed) run, or not after the one before."""
+    starts = (steps["flags"] & Flag.FIRST) > 0
+    starts[:1] = True
+    starts[1:] |= np.diff(steps["step"]) <= 0
+    return starts
+
+
+def _joined(spans: np.ndarray) -> np.ndarray:
+    """A step lasts from the end of the one before: what the loop does between two step spans belongs to the later."""
+    spans = spans.copy()
+    at = np.flatnonzero(spans["stage"] == Stage.STEP)
+    follows = ~_starts(spans[at])
+    before = np.concatenate([[0], spans["t1_ns"][at][:-1]])
+    spans["t0_ns"][at] = np.where(follows, np.minimum(before, spans["t0_ns"][at]), spans["t0_ns"][at])
+    return spans[np.lexsort((-spans["t1_ns"], spans["t0_ns"]))]
 
 
 def _rows_and_parts(tree: Nesting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -228,7 +228,8 @@ def _fed(job: Job) -> Log:
                 log.add(Kind.OPEN, Stage.BATCH, at, at + 5, step, actor=who, slot=slot_of[step], origin=job.origin)
                 moment = job.origin + round((at + 5) * MS)
                 note = {"note": "worker_lost", "step": step, "signal": "SIGKILL", "worker": who, "t_ns": moment}
-                log.notes.append({**note, "wall_ns": 1, "replaced_s": job.restart / 1e3})
+                log.notes.append({**note, "wall_ns": 1})
+                log.add(Kind.SPAN, Stage.RESTART, at + 5, at + 5 + job.restart, -1, actor=who + 100, origin=job.origin)
                 worker_ids[w] += 100
                 redo.append(step)
                 push(at + 5 + job.restart, "worker", w)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from profiler import timeline
-from profiler.events import Flag, Stage
+from profiler.events import Flag, Kind, Stage
 from profiler.replay import Variants, recorded, replay, subsets
 from profiler.services import CAUSE, CAUSES, Model, batches, models
 from tests.profiler.synthetic import Job, simulate, wall_s
@@ -96,6 +96,20 @@ def test_a_missing_reading_is_not_taken_for_zero() -> None:
     assert made.service_ns[:, CAUSE["storage"]].sum() == 0
     assert made.service_ns[:, CAUSE["cpu_contention"]].sum() == 0
     assert made.service_ns[:, CAUSE["read"]].mean() / 1e6 == pytest.approx(10)
+
+
+def test_a_collection_during_the_wait_is_replayed_once() -> None:
+    log = simulate(Job(inline=True, read=10, steps=10))
+    waits = [row for row in log.rows if row[1] == Stage.READ and row[6] % 3 == 0]
+    log.rows += [
+        (Kind.SPAN, Stage.GC, 0, 0, 0, -1, -1, row[7] + 10, row[7] + 4_000_010, -1, -1, -1, 0, 0) for row in waits
+    ]
+    events = log.events()
+    table = timeline.build(events)
+    (model,) = models(table, batches(events, table))
+    _, totals = replay(model, subsets([["gc"]]))
+    assert totals[0] == pytest.approx(model.measured_ns, rel=1e-6)
+    assert totals[0] - totals[1] == pytest.approx(4e6 * len(waits), rel=1e-6)
 
 
 def test_batches_of_a_test_are_left_out() -> None:

@@ -64,7 +64,7 @@ def test_a_hidden_fault_gets_nothing() -> None:
     """30 ms decodes by two workers fit under a 20 ms step; the checkpoint does not."""
     found = blame(Job(workers=2, decode=30, checkpoint_every=40, checkpoint=300))
     assert (found.causes[0].where, found.causes[0].share > 0.9) == ("checkpoint", True)
-    assert seconds(found, "decode") < 0.01
+    assert seconds(found, "decode") - seconds(found, "decode", "cold_start") < 0.01
     assert found.slack["decode"]["slack_ms"] > 1
 
 

@@ -1,0 +1,199 @@
+"""The report of a run folder: the answer first, JSON without NaN, faults in words, also for damaged and killed runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profiler import report, store, terminal
+from profiler.errors import StallscopeError
+from profiler.events import PARTITION
+from profiler.recorder import Recorder
+from tests.profiler.synthetic import Job, simulate, write_run
+
+KEYS = {
+    "schema", "run", "steps", "wall_s", "step_ms", "au", "partition", "stalls", "fix_together", "slack", "replay_error",
+    "correlation", "overhead", "coverage", "findings",
+}  # fmt: skip
+
+
+def folder_of(tmp_path: Path, job: Job, *, closed: bool = True, **changes: Any) -> Path:
+    manifest = {
+        "config": {"feed": {"depth": job.depth}, "device": {"backend": "emulated", "step_ms": job.compute}},
+        "environment": {"cpu": {"usable": 2}},
+        "outcome": {"state": "finished"},
+        **changes,
+    }
+    return write_run(tmp_path / "run", simulate(job), manifest=manifest, closed=closed)
+
+
+def numbers(document: Any) -> list[float]:
+    if isinstance(document, dict):
+        return [x for value in document.values() for x in numbers(value)]
+    if isinstance(document, list):
+        return [x for value in document for x in numbers(value)]
+    return [document] if isinstance(document, float) else []
+
+
+def test_the_document(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, Job(read=40, steps=60, jitter=0.2))
+    made, files = report.write_default(folder)
+    document = json.loads(files["json"].read_text())
+    assert set(document) >= KEYS
+    assert document["schema"] == 1
+    assert document["steps"] == 60
+    assert set(document["step_ms"]) == {"p50", "p95", "p99"}
+    assert list(document["partition"]) == list(PARTITION)
+    assert sum(document["partition"].values()) == pytest.approx(document["wall_s"], rel=1e-9)
+    stall = document["stalls"][0]
+    assert set(stall) >= {"where", "why", "seconds", "share", "ci95", "gain_alone", "evidence", "remedy"}
+    assert stall["where"] == "read"
+    assert sum(cause["share"] for cause in document["stalls"]) == pytest.approx(1)
+    assert document["au"] == pytest.approx(20 / 41.4, rel=0.05)
+    assert all(math.isfinite(x) for x in numbers(document))
+    assert made.to_json() == document
+    assert (folder / "report.html").stat().st_size < 6_000_000
+
+
+def test_the_same_run_gives_the_same_report(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, Job(workers=2, decode=60, jitter=0.5, steps=80))
+    texts = []
+    for _ in range(2):
+        report.write_default(folder)
+        texts.append([(folder / name).read_bytes() for name in ("report.json", "report.html")])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("job", "start", "words"),
+    [
+        (Job(read=40), "Steps waited 21.2 ms of 41.4 ms for data: read 9", []),
+        (Job(), "The accelerator was never starved", ["No stall."]),
+        (Job(startup=2000), "The accelerator was never starved", ["only the start was slow (2.0 s"]),
+        (Job(checkpoint_every=20, checkpoint=400), "Steps lost", ["checkpoint 9"]),
+        (Job(depth=1, read=10, release_late=True), "Steps waited", ["too shallow", "feed.depth"]),
+    ],
+)
+def test_the_answer_comes_first_and_fits_one_screen(tmp_path: Path, job: Job, start: str, words: list[str]) -> None:
+    text = report.summarise(folder_of(tmp_path, job))
+    assert text.startswith(start)
+    assert len(text.splitlines()) <= 24
+    joined = " ".join(text.split())
+    for word in words:
+        assert word in joined
+
+
+def test_a_lost_worker_is_told(tmp_path: Path) -> None:
+    made = report.build(store.load_run(folder_of(tmp_path, Job(read=15, kill_worker_at=80, restart=900))))
+    (fault,) = [finding for finding in made.findings if finding.kind == "worker_lost"]
+    assert fault.step == 80
+    for words in ("SIGKILL", "step 80", "0.9 s later", "no record was lost"):
+        assert words in fault.text
+    assert made.faults == {"worker_lost": 1}
+    assert "a lost worker" in made.headline
+
+
+def test_nothing_is_promised_about_a_batch_that_was_not_made_again(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, Job(steps=10))
+    (folder / "events" / "trainer-1000.jsonl").write_text(
+        json.dumps({"note": "worker_lost", "step": 500, "t_ns": 2**62, "wall_ns": 1, "exit": "SIGKILL"}) + "\n"
+    )
+    made = report.build(store.load_run(folder))
+    (fault,) = [finding for finding in made.findings if finding.kind == "worker_lost"]
+    assert "SIGKILL" in fault.text
+    assert "no record" not in fault.text
+
+
+def test_a_killed_run_is_reported_up_to_its_end(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, Job(read=40, stop_at=3010), closed=False, outcome={"state": "running"})
+    path = folder / "events" / "trainer-1000.arrows"
+    path.write_bytes(path.read_bytes()[:-7])  # a torn tail as well
+    text = report.summarise(folder)
+    assert "Steps waited" in text or "No training step" in text
+    assert "killed or is still going" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    "state", [{"state": "failed", "error": "no space left"}, {"state": "interrupted", "signal": "SIGTERM"}]
+)
+def test_a_bad_end_is_told(tmp_path: Path, state: dict[str, str]) -> None:
+    text = report.summarise(folder_of(tmp_path, Job(steps=20), outcome=state))
+    assert state.get("error", state.get("signal")) in text
+
+
+def test_a_run_without_a_step(tmp_path: Path) -> None:
+    recorder = Recorder.open(tmp_path, "trainer", "trainer")
+    recorder.note("something")
+    recorder.close()
+    made, files = report.write_default(tmp_path)
+    assert made.headline.startswith("No training step was recorded")
+    assert made.au is None
+    assert json.loads(files["json"].read_text())["step_ms"] == {"p50": None, "p95": None, "p99": None}
+    assert "No training step" in files["html"].read_text()
+    assert "No training step" in terminal.text(made)
+
+
+def test_what_the_recorder_writes_is_understood(tmp_path: Path) -> None:
+    """Spans of a real recorder, not of the simulation."""
+    from profiler.events import Stage
+
+    with Recorder.open(tmp_path, "trainer", "trainer") as record:
+        for step in range(5):
+            with record.span(Stage.STEP, step=step):
+                with record.span(Stage.FEED_WAIT, step=step):
+                    sum(range(20_000))
+                with record.span(Stage.COMPUTE, step=step):
+                    sum(range(50_000))
+    made = report.build(store.load_run(tmp_path))
+    assert made.steps == 5
+    assert sum(made.partition.values()) == pytest.approx(made.wall_s, rel=1e-9)
+    assert made.partition["compute"] > made.partition["feed_wait"] > 0
+    assert made.overhead["seconds"] > 0
+
+
+def test_missing_readings_are_not_zero(tmp_path: Path) -> None:
+    made = report.build(store.load_run(folder_of(tmp_path, Job(read=40, steps=30, readings=False))))
+    assert (made.coverage["cpu"], made.coverage["run_queue"]) == (0.0, 0.0)
+    made = report.build(store.load_run(folder_of(tmp_path / "other", Job(steps=30, jitter=0))))
+    assert made.correlation["feed_latency_step"] is None
+    assert "vary" in made.correlation["reason"]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "profiler.report", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, Job(read=40, steps=30))
+    files = {kind: tmp_path / f"out/report.{kind}" for kind in ("html", "json", "trace")}
+    done = command(str(folder), *(part for kind, path in files.items() for part in (f"--{kind}", str(path))))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Steps waited")
+    assert json.loads(files["json"].read_text())["steps"] == 30
+    assert json.loads(files["trace"].read_text())["traceEvents"]
+    assert files["html"].read_text().startswith("<!doctype html>")
+    assert all(str(path) in done.stdout for path in files.values())
+
+
+def test_wrong_use_ends_with_2_and_one_message(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for arguments in ([str(tmp_path / "nowhere")], [str(tmp_path / "empty")], []):
+        done = command(*arguments)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr
+
+
+def test_an_unwritable_file_is_named(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, Job(steps=10))
+    with pytest.raises(StallscopeError, match="cannot write"):
+        report.main([str(folder), "--json", str(folder)])
