@@ -199,15 +199,17 @@ class Crew:
         status = None
         if member.process is not None:
             member.process.kill()  # nobody else may write where it could still write
-            status = member.process.exit_status()
             lost_step = self.ring.reclaim(member.row, member.process)
             step = -1 if lost_step is None else lost_step
         member.job.discard()
+        if member.process is not None:
+            status = member.process.exit_status()  # known once its parent has collected it
         self._forget(member)
-        actor = self.spec.first_actor + member.row
         status = status or text or "unknown"
         batch = self._batch_of(step) if step >= 0 else {}
-        self.recorder.note("worker_lost", actor=actor, pid=pid, how=how, exit=status, step=step, **batch)
+        self.recorder.note(
+            "worker_lost", worker=member.row + 1, lost_pid=pid, how=how, exit=status, step=step, **batch
+        )
         self.restarts += 1
         if self.restarts > self.spec.max_restarts:
             member.over = True

@@ -15,11 +15,11 @@ _LINES_PER_RUN = 10  # where the solver asks for no display interval
 
 
 class Display:
-    """Shows progress of steps ``first`` to ``last``. ``interval``: steps between two lines, 0 for about ten in all."""
+    """Shows progress of steps ``first`` to ``last``. ``interval``: steps between two lines, by default ten in all."""
 
-    def __init__(self, first: int, last: int, *, interval: int = 0, quiet: bool = False) -> None:
+    def __init__(self, first: int, last: int, *, quiet: bool = False) -> None:
         self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
-        self._interval = interval or max(1, (last - first) // _LINES_PER_RUN)
+        self.interval = max(1, (last - first) // _LINES_PER_RUN)
         self._last = last
         self._took_s: deque[float] = deque(maxlen=_WINDOW)
         self._before = time.monotonic()
@@ -57,7 +57,7 @@ class Display:
         line = "  ".join(figures)
         self._progress.update(self._task, completed=step + 1, figures=line + self._accuracy)
         done = step + 1
-        if self._progress.disable and (done % self._interval == 0 or done == self._last):
+        if self._progress.disable and (done % self.interval == 0 or done == self._last):
             self.say(f"step {done:>6}  {line}")
 
     def test(self, step: int, outputs: Mapping[str, float]) -> None:

@@ -242,6 +242,7 @@ class Job:
 
         config, param = self.config, caffe_pb2.SolverParameter()
         read_message(Path(str(config.solver)), param)
+        self.display.interval = int(param.display) or self.display.interval
         shapes, test_shapes = self._input_shapes("TRAIN", self.feed), None
         if len(param.test_iter) and param.test_interval:
             self._test_iterations, self._test_interval = int(param.test_iter[0]), int(param.test_interval)

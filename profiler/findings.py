@@ -87,6 +87,8 @@ def _faults(run: Run, events: np.ndarray) -> list[Finding]:
         step = step if isinstance(step, int) and step >= 0 else None
         who = note.get("worker")
         text = f"Worker {who} was lost" if who is not None else "A worker was lost"
+        if note.get("lost_pid"):
+            text = text.replace(" was lost", f" (process {note['lost_pid']}) was lost")
         if step is not None:
             text += f" while it made the batch of step {step}"
         how = [str(note[key]) for key in ("how", "exit", "signal") if note.get(key)]
