@@ -41,6 +41,7 @@ MAX_NOTES = 20_000
 MAX_FINGERPRINTS = 8_192
 """Fingerprint rows held between two flushes."""
 CLOSE_S = 2.0
+"""How long :meth:`Recorder.close` waits for the last write."""
 GC_SHORT_NS = 100_000
 """Garbage collections shorter than this are only summed up in a note at the end."""
 
@@ -204,12 +205,11 @@ class Recorder:
         """Record the hashes (0 <= hash < 2**64) and statistics of something at a step."""
         if not self._live or self.fingerprints == "off":
             return
-        if len(self._prints) >= MAX_FINGERPRINTS:
-            self.flush()
-            if len(self._prints) >= MAX_FINGERPRINTS:
-                self.lost += 1
-                return
-        self._prints.append((step, name, int(ordered), int(multiset), max_abs, l2, zeros, subnormals, infs, nans))
+        if len(self._prints) >= MAX_FINGERPRINTS and not self.flush():
+            self.lost += 1
+            return
+        with self._lock:
+            self._prints.append((step, name, int(ordered), int(multiset), max_abs, l2, zeros, subnormals, infs, nans))
 
     def watch_gc(self) -> None:
         """Record this process's garbage collections as ``Stage.GC`` spans (those of 0.1 ms and more)."""
@@ -249,25 +249,11 @@ class Recorder:
         self._stop.set()
         if self._on_gc in gc.callbacks:
             gc.callbacks.remove(self._on_gc)
-        if self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_S / 2)
-        if not self._io.acquire(timeout=CLOSE_S / 2):
+        # The thread does the last write too, so that a write that hangs holds up nobody for longer than this.
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
             self._live = False
             _log.warning("%s: a write into %s hangs; the last events are lost", self.name, self.folder)
-            return
-        try:
-            if not self._live or self._writing:
-                return
-            if self._gc_short[0]:
-                self.note("gc_short", collections=self._gc_short[0], total_ns=self._gc_short[1])
-            self._write_out()
-            self.note("closed", lost=self.lost, overhead_ns=self._overhead_ns)
-            self._live = False
-            self._attempt(self._events.close)
-            self._attempt(self._print_file.close)
-            self._attempt(os.close, self._note_fd)
-        finally:
-            self._io.release()
 
     def __enter__(self) -> Recorder:
         return self
@@ -292,10 +278,26 @@ class Recorder:
         return True
 
     def _flush_loop(self) -> None:
-        while not self._stop.wait(self._flush_s):
-            before = _cpu()
-            self.flush()
-            self._overhead_ns += _cpu() - before
+        try:
+            while not self._stop.wait(self._flush_s):
+                before = _cpu()
+                self.flush()
+                self._overhead_ns += _cpu() - before
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self._io:
+            if not self._live:
+                return  # close() has given up waiting
+            if self._gc_short[0]:
+                self.note("gc_short", collections=self._gc_short[0], total_ns=self._gc_short[1])
+            self._write_out()
+            self.note("closed", lost=self.lost, overhead_ns=self._overhead_ns)
+            self._live = False
+            for action in (self._events.close, self._print_file.close):
+                self._attempt(action)
+            self._attempt(os.close, self._note_fd)
 
     def _write_out(self) -> None:
         with self._lock:

@@ -113,6 +113,8 @@ def read_stream(path: Path) -> tuple[pa.Table | None, dict[str, str], str | None
             identity = {key.decode(): value.decode() for key, value in (reader.schema.metadata or {}).items()}
             for number in NUMBERS:
                 int(identity[number])
+            schema = reader.schema.remove_metadata()
+            "".join(schema.names)  # damaged names raise here, where it is expected
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
             return None, {}, f"unreadable from the start ({_first_line(error)})", False
         batches = []
@@ -128,7 +130,7 @@ def read_stream(path: Path) -> tuple[pa.Table | None, dict[str, str], str | None
                 break
             batches.append(batch)
         # Copied out of the mapping, so that the file may go away.
-        table = pa.Table.from_batches(batches, schema=reader.schema.remove_metadata())
+        table = pa.Table.from_batches(batches, schema=schema)
         copy = table.take(pa.array(np.arange(table.num_rows)))
     return copy, identity, problem, closed
 

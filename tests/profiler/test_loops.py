@@ -208,6 +208,18 @@ def test_another_runs_folder_is_refused_or_replaced_when_told(tmp_path: Path) ->
     assert len(spans(load_run(tmp_path), Stage.STEP)) == 2
 
 
+def test_the_profilers_own_cost_is_small_and_told(tmp_path: Path) -> None:
+    before = time.monotonic_ns()
+    for _ in profiler.watch(range(150), tmp_path, hz=10):
+        time.sleep(0.005)
+    whole = time.monotonic_ns() - before
+    overhead = load_run(tmp_path).manifest["overhead"]
+    assert overhead["recorder_ns"] > 0
+    assert overhead["sampler_ns"] > 0
+    # About 2 % on a quiet machine; the bound allows for a crowded one.
+    assert overhead["recorder_ns"] + overhead["sampler_ns"] < whole / 5
+
+
 def test_without_a_folder_one_is_made_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -268,6 +268,19 @@ def test_close_is_bounded_when_a_write_hangs_and_may_be_called_twice(
     rec._thread.join(30)
 
 
+def test_close_is_bounded_when_the_last_write_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rec = Recorder.open(tmp_path, "t", "trainer", flush_s=60)
+    go_on = threading.Event()
+    monkeypatch.setattr(rec._events, "append_events", lambda _data: go_on.wait())
+    rec.mark(Stage.READY)
+    rec.close()
+    assert "hangs" in caplog.text
+    go_on.set()
+    rec._thread.join(30)
+
+
 def test_events_survive_sigkill(tmp_path: Path) -> None:
     child = start(
         """
