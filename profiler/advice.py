@@ -35,6 +35,7 @@ WHY_TEXT = {
     "scheduling": "the work was there, but the process that should go on noticed late",
     "fault": "a worker was lost and its batch had to be made again",
 }
+_UNKNOWN = "look at the lanes of the HTML report: it lies between the recorded stages"
 _TRAINER = ("h2d", "sync", "alloc", "host", "checkpoint")
 
 
@@ -135,4 +136,4 @@ def _for_place(where: str, model: Model, parts: list[Model], timeline: Timeline,
         "host": "set profile.fingerprints: off, and show the loss less often",
         "checkpoint": "raise run.checkpoint_every",
         "sync": "look at the slowest trainer",
-    }.get(where, "set profile.detail: full, which records the stages inside")
+    }.get(where, _UNKNOWN if model.known.any() else "set profile.detail: full, which records the stages of the feed")

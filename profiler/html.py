@@ -7,6 +7,7 @@ of the charts, by writing ``<`` as an escape in JSON. The page carries a policy 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,8 @@ def page(analysis: Analysis) -> str:
     )  # fmt: skip
     environment.filters["words"] = lambda name: str(name).replace("_", " ")
     environment.filters["seconds"] = _seconds
+    # A number and its unit stay on one line.
+    environment.filters["together"] = lambda text: re.sub(r"(?<=\d) (?=%|ms\b|s\b)", "\u00a0", text)
     environment.globals["label"] = label
     report = analysis.report
     manifest = analysis.run.manifest

@@ -49,6 +49,14 @@ def subsets(causes: list[list[str]]) -> Variants:
     return Variants(keep)
 
 
+def removed_alone(causes: list[str]) -> Variants:
+    """The run as it was, then with each of the causes alone set to zero."""
+    keep = np.ones((len(causes) + 1, len(CAUSES)))
+    for row, name in enumerate(causes, 1):
+        keep[row, CAUSE[name]] = 0.0
+    return Variants(keep)
+
+
 def replay(model: Model, variants: Variants, weights: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Replay ``model`` under every variant; returns (lengths, totals).
 

@@ -39,6 +39,7 @@ class Batches:
     """All training batches found in the record, in order of claim: one entry a batch.
 
     ``service_ns``: float64[m, len(CAUSES)], adds up to ``ready_ns - claim_ns``; ``tail_ns``: worker busy after ready.
+    ``outages``: int64[r, 2], from the loss of a worker to its replacement; ``cpu_share`` of the making.
     """
 
     step: np.ndarray
@@ -53,6 +54,8 @@ class Batches:
     inblock: np.ndarray
     read_cpu_ns: np.ndarray
     slot: np.ndarray
+    outages: np.ndarray
+    cpu_share: float | None
     coverage: dict[str, float]
 
     def __len__(self) -> int:
@@ -66,7 +69,8 @@ class Model:
     A step of the replay: a worker claims (``gap`` after it could), makes (``make``), the trainer does ``pre``, waits,
     takes (``take``), works until it gives the slot back (``mid``) and until the step ends (``post``). The ``fixed``
     vectors are compute and test: never zeroed. ``start_ns``: when each worker could first claim, from the first step's
-    begin. ``serial``: the trainer makes each batch itself when it asks for it. ``known``: bool[n], batch in the record.
+    begin. ``serial``: the trainer makes each batch itself when it asks for it.
+    ``known``: bool[n], batch in the record; ``redone``: bool[n], made again after a worker was lost.
     """
 
     rows: np.ndarray
@@ -85,6 +89,7 @@ class Model:
     depth: int
     serial: bool
     known: np.ndarray
+    redone: np.ndarray
     batch: np.ndarray
     measured_ns: float
 
@@ -116,8 +121,10 @@ def batches(events: np.ndarray, timeline: Timeline) -> Batches:
         empty = np.zeros(0, np.int64)
         none = np.zeros(0, bool)
         return Batches(empty, empty, empty, empty, empty, none, none, none, np.zeros((0, len(CAUSES))), empty, empty,
-                       empty, {})  # fmt: skip
-    step, actor, t0, t1, kind, flags, slot, service, inblock, cpu = columns
+                       empty, np.zeros((0, 2), np.int64), None, {})  # fmt: skip
+    step, actor, t0, t1, kind, flags, slot, service, inblock, cpu, whole_cpu = columns
+    read = (whole_cpu >= 0) & (t1 > t0)
+    used = [whole_cpu[read].sum() / (t1 - t0)[read].sum()] if read.any() else []
     ready = _ready(step, actor, t0, t1, events[events["stage"] == Stage.READY])
     # What is done between the mark and the end of the span keeps the worker busy, but the batch waits for it no more.
     service[:, CAUSE["unknown"]] += ready - t1
@@ -133,10 +140,12 @@ def batches(events: np.ndarray, timeline: Timeline) -> Batches:
         {n: float((stage_spans[n] >= 0).mean()) for n in ("cpu_ns", "runq_ns", "inblock")} if len(stage_spans) else {}
     )
     inside = ((flags & Flag.INLINE) > 0) | (actor == 0)
+    gone = events[(events["stage"] == Stage.RESTART) & is_span(events)]
     return Batches(
         step[order], actor[order], t0[order], ready[order], np.maximum(t1 - ready, 0)[order],
         (kind == Kind.SPAN)[order], ((flags & Flag.REDO) > 0)[order], inside[order],
-        service[order], inblock[order], cpu[order], slot[order], coverage,
+        service[order], inblock[order], cpu[order], slot[order],
+        np.stack([gone["t0_ns"], gone["t1_ns"]], axis=1), float(used[0]) if len(used) else None, coverage,
     )  # fmt: skip
 
 
@@ -176,7 +185,7 @@ def _of_thread(tree: Nesting, use: np.ndarray) -> tuple[np.ndarray, ...]:
         np.add.at(waited, number[at], tree.own_ns[at])
     columns = (
         rows["step"], rows["actor"], rows["t0_ns"] + waited, rows["t1_ns"], rows["kind"], rows["flags"], rows["slot"],
-        service, inblock, cpu,
+        service, inblock, cpu, rows["cpu_ns"],
     )  # fmt: skip
     return tuple(column[~tests] for column in columns)
 
@@ -238,6 +247,8 @@ def _model(
                 batch[i] = j
             earlier[i] = min(earlier[i], made.claim_ns[j])
     known = batch >= 0
+    redone = np.isin(timeline.step[rows], list(lost_steps))
+    redone[known] |= made.redo[batch[known]] | (earlier[known] < made.claim_ns[batch[known]])
     serial = bool(known.any() and made.inline[batch[known]].mean() > 0.5)
     gap, make, take = np.zeros((n, k)), np.zeros((n, k)), np.zeros((n, k))
     make[known] = made.service_ns[batch[known]]
@@ -253,18 +264,18 @@ def _model(
         take[:, CAUSE["unknown"]] = np.maximum(wait1 - wait0 - make.sum(axis=1), 0)
         start = np.zeros(1)
     else:
-        start = _hand_offs(timeline, made, rows, batch, earlier, depth, lost_steps, gap, make, take, tail)
+        start = _hand_offs(timeline, made, rows, batch, redone, depth, gap, make, take, tail)
     return Model(
         rows=rows, gap=gap, make=make, tail=tail, pre=pre, take=take, mid=mid, post=post,
         fixed_pre=fixed[0], fixed_mid=fixed[1], fixed_post=fixed[2], lag=lag,
-        start_ns=start - (0 if serial else origin), depth=depth, serial=serial, known=known, batch=batch,
+        start_ns=start - (0 if serial else origin), depth=depth, serial=serial, known=known, redone=redone, batch=batch,
         measured_ns=float(t1[-1] - t0[0]),
     )  # fmt: skip
 
 
 def _hand_offs(
-    timeline: Timeline, made: Batches, rows: np.ndarray, batch: np.ndarray, earlier: np.ndarray, depth: int,
-    lost_steps: set[int], gap: np.ndarray, make: np.ndarray, take: np.ndarray, tail: np.ndarray,
+    timeline: Timeline, made: Batches, rows: np.ndarray, batch: np.ndarray, redone: np.ndarray, depth: int,
+    gap: np.ndarray, make: np.ndarray, take: np.ndarray, tail: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
     """Fill ``gap`` and ``take`` from the record; returns float64[workers], the moment each could first claim.
 
@@ -287,12 +298,26 @@ def _hand_offs(
         w = int(free.argmin())
         could = max(free[w], float(release[i - depth]) if i >= depth else -np.inf)
         late = max(claim[i] - could, 0.0)
-        lost = batch[i] >= 0 and (made.redo[batch[i]] or int(timeline.step[rows[i]]) in lost_steps)
-        gap[i, CAUSE["fault" if lost or (batch[i] >= 0 and earlier[i] < claim[i]) else "handoff"]] = late
+        # While a worker was away, the others' batches were late for want of it.
+        away = late if redone[i] else min(late, _overlap(made.outages, could, claim[i]))
+        gap[i, CAUSE["fault"]] = away
+        gap[i, CAUSE["handoff"]] = late - away
         free[w] = max(could, claim[i]) + make[i].sum() + tail[i]
         if wait1[i] > wait0[i]:
             take[i, CAUSE["handoff"]] = max(float(wait1[i]) - max(float(wait0[i]), float(ready[i])), 0.0)
     return start
+
+
+def _overlap(spans: np.ndarray, begin: float, end: float) -> float:
+    """ns of [begin, end] inside any of the spans (which may overlap one another: two workers lost at once)."""
+    covered = begin
+    total = 0.0
+    for low, high in spans[np.argsort(spans[:, 0], kind="stable")].tolist():
+        low, high = max(low, covered), min(high, end)
+        if high > low:
+            total += high - low
+            covered = high
+    return total
 
 
 def _pool_size(made: Batches, chosen: np.ndarray) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from profiler import advice
 from profiler.events import Flag, Stage
 from profiler.finding import StallCause
-from profiler.replay import Variants, recorded, replay, subsets
+from profiler.replay import Variants, recorded, removed_alone, replay, subsets
 from profiler.services import CAUSE, CAUSES, FEED_CAUSES, Batches, Model, batches, models
 from profiler.timeline import Timeline
 
@@ -77,15 +77,21 @@ def attribute(
     parts = models(timeline, made, depth=depth, lost_steps=lost_steps)
     players, groups = _players(parts, float(timeline.wall_ns.sum()))
     blame = np.zeros((n, len(CAUSES)))
-    k = len(groups)
-    totals = np.zeros(1 << k)
-    weights = -shapley_weights(k)
+    totals = np.zeros(1 << len(groups))
+    alone = np.zeros(len(players) + 1)
+    variants = subsets(groups)
+    # A lost worker is no service: it is blamed for what repairing it gains, the services for what is left then.
+    variants.keep[:, CAUSE["fault"]] = 0.0
+    weights = -shapley_weights(len(groups))
     for model in parts:
-        lengths, ends = replay(model, subsets(groups), weights)
+        lengths, ends = replay(model, variants, weights)
         totals += ends
         blame[model.rows] = _spread(lengths, groups, model.total_ns())
+        lengths, ends = replay(model, removed_alone(["fault", *players]))
+        alone += ends[[0, *range(2, len(players) + 2)]]
+        blame[model.rows, CAUSE["fault"]] = lengths[:, 0] - lengths[:, 1]
     measured = sum(model.measured_ns for model in parts)
-    error = abs(totals[0] - measured) / measured if measured else None
+    error = abs(float(alone[0]) - measured) / measured if measured else None
 
     cold = timeline.first
     stall = timeline.stall_ns.astype(float)
@@ -93,7 +99,7 @@ def attribute(
     keep_steady = bool(stall[~cold].sum() >= NO_STALL * max(timeline.wall_ns[~cold].sum(), 1))
     blame = _normalise(blame, stall, cold, keep_cold or keep_steady, keep_steady)
     why = _why(timeline, parts, made, blame)
-    gains = {name: _gain(totals, groups, name, parts) for name in players}
+    gains = {name: max(0.0, float(alone[0] - total)) / 1e9 for name, total in zip(players, alone[1:], strict=True)}
     causes = _causes(timeline, parts, made, blame, why, gains, cores)
     return Attribution(
         stall_s=float(blame.sum()) / 1e9, causes=causes,
@@ -111,8 +117,8 @@ def _players(parts: list[Model], wall_ns: float) -> tuple[list[str], list[list[s
     # 2^k replays: fewer causes are told apart in very long runs, so that the work stays bounded.
     steps = sum(len(model.rows) for model in parts)
     limit = max(4, min(MAX_CAUSES, int(math.log2(20_000_000 / steps))))
-    large = [name for name in present if total[CAUSE[name]] >= 0.001 * wall_ns][: limit - 1]
-    small = [name for name in present if name not in large]
+    large = [name for name in present if name != "fault" and total[CAUSE[name]] >= 0.001 * wall_ns][: limit - 1]
+    small = [name for name in present if name not in (*large, "fault")]
     return present, [[name] for name in large] + ([small] if small else [])
 
 
@@ -149,17 +155,6 @@ def _normalise(
     return out
 
 
-def _gain(totals: np.ndarray, groups: list[list[str]], name: str, parts: list[Model]) -> float:
-    """Seconds the run gets shorter without this cause alone."""
-    for j, group in enumerate(groups):
-        if name in group:
-            if len(group) == 1:
-                return max(0.0, float(totals[0] - totals[1 << j])) / 1e9
-            variants = subsets([[name]])
-            return max(0.0, -sum(float(np.diff(replay(model, variants)[1])[0]) for model in parts)) / 1e9
-    return 0.0
-
-
 def _together(
     totals: np.ndarray, groups: list[list[str]], stall_ns: float, wall_ns: float
 ) -> tuple[dict[str, Any], ...]:
@@ -193,7 +188,7 @@ def _why(timeline: Timeline, parts: list[Model], made: Batches, blame: np.ndarra
         early = first & waited & (actors >= 0) & (np.arange(len(rows)) < 2 * model.workers)
         out["cold_start"][rows[early & ~taken[rows]]] = 1.0
         taken[rows[early]] = True
-        fault = (model.gap[:, CAUSE["fault"]] > 0) & ~taken[rows]
+        fault = model.redone & ~taken[rows]
         out["fault"][rows[fault]] = 1.0
         taken[rows[fault]] = True
         later_ready = np.concatenate([np.minimum.accumulate(ready[::-1])[::-1][1:], [np.inf]])
@@ -266,10 +261,16 @@ def _causes(
             StallCause(
                 where=key[0], why=key[1], seconds=seconds, share=float(column.sum() / total),
                 ci95_s=_interval(column), gain_alone_s=gain[key], evidence=evidence,
-                remedy=advice.remedy(key, parts, timeline, evidence, cores), text=advice.text(key),
+                remedy=advice.remedy(key, parts, timeline, evidence, cores if _on_cpu(made) else None),
+                text=advice.text(key),
             )
         )  # fmt: skip
     return tuple(result)
+
+
+def _on_cpu(made: Batches) -> bool:
+    """Whether making batches keeps a core busy, so that more workers need more cores; assumed where nothing tells."""
+    return made.cpu_share is None or made.cpu_share > 0.5
 
 
 def _fold(columns: dict[tuple[str, str], np.ndarray], gain: dict[tuple[str, str], float], total: float) -> None:

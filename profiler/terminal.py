@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from profiler.advice import label
 from profiler.finding import Report
 
 COLOURS = {
@@ -107,18 +108,21 @@ def _causes(report: Report) -> Table:
     for column in ("stall", "of stall", "gain alone"):
         table.add_column(column, justify="right")
     table.add_column("")
-    shown = [cause for cause in report.stalls[:6] if cause.share >= 0.01]
+    warm = [cause for cause in report.stalls if cause.why != "cold_start"]
+    cold = [cause for cause in report.stalls if cause.why == "cold_start"]
+    shown = [cause for cause in warm[:6] if cause.share >= 0.01]
     for cause in shown:
         table.add_row(
-            cause.where,
+            label(cause.where, cause.why),
             cause.why,
             f"{cause.seconds:.2f} s",
             f"{100 * cause.share:.0f} %",
             f"{cause.gain_alone_s:.2f} s",
             Text("▇" * max(1, round(20 * cause.share)), style=COLOURS["feed_wait"]),
         )
-    rest = report.stalls[len(shown) :]
-    if rest:
+    for rest, what, why in ((warm[len(shown) :], "others", ""), (cold, "start-up", "cold_start")):
         seconds, share = sum(c.seconds for c in rest), sum(c.share for c in rest)
-        table.add_row(f"{len(rest)} more", "", f"{seconds:.2f} s", f"{100 * share:.0f} %", "", "")
+        if share >= 0.005:
+            bar = Text("▇" * max(1, round(20 * share)), style="dim")
+            table.add_row(what, why, f"{seconds:.2f} s", f"{100 * share:.0f} %", "", bar)
     return table

@@ -133,7 +133,7 @@ def _stage_ms(job: Job, step: int) -> dict[str, float]:
 
 def _make(log: Log, job: Job, step: int, at: float, actor: int, slot: int, flags: int = 0) -> float:
     """Write the spans of making one batch from ``at`` on; returns when it is ready."""
-    begin = at
+    begin, used = at, 0.0
     for stage in STAGES:
         ms = _stage_ms(job, step)[stage.name.lower()]
         runq = min(job.runq, ms) if stage == Stage.DECODE else 0.0
@@ -142,7 +142,9 @@ def _make(log: Log, job: Job, step: int, at: float, actor: int, slot: int, flags
         reading = {"cpu": cpu, "runq": runq, "inblock": 40 if blocked else 0} if job.readings else {}
         log.add(Kind.SPAN, stage, at, at + ms, step, actor=actor, slot=slot, flags=flags, origin=job.origin, **reading)
         at += ms
-    log.add(Kind.SPAN, Stage.BATCH, begin, at, step, actor=actor, slot=slot, flags=flags, origin=job.origin)
+        used += cpu
+    used = used if job.readings else -1
+    log.add(Kind.SPAN, Stage.BATCH, begin, at, step, actor=actor, slot=slot, flags=flags, cpu=used, origin=job.origin)
     log.add(Kind.MARK, Stage.READY, at, at, step, actor=actor, slot=slot, flags=flags, origin=job.origin)
     return at
 

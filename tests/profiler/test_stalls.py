@@ -72,6 +72,8 @@ def test_blocked_reads_are_storage() -> None:
     found = blame(Job(read=40, blocked=True))
     assert found.causes[0].where == "storage"
     assert found.causes[0].evidence["blocks_read"] > 0
+    assert "cores" not in found.causes[0].remedy  # waiting for a disk needs none
+    assert "cores" in blame(Job(read=40)).causes[0].remedy
 
 
 def test_reads_without_readings_stay_reads() -> None:
@@ -201,3 +203,14 @@ def test_shapley_weights_are_the_definition(k: int) -> None:
             expected[player] += value[seen | (1 << player)] - value[seen]
             seen |= 1 << player
     np.testing.assert_allclose(value @ shapley_weights(k), expected / len(orders))
+
+
+def test_the_outage_of_one_of_two_workers_is_the_fault_too() -> None:
+    """While one worker is away the other cannot keep up alone; with both there is no stall."""
+    job = Job(workers=2, read=32, kill_worker_at=80, restart=1500)
+    found = blame(job)
+    truth = wall_s(simulate(job)) - wall_s(simulate(job.without(kill_worker_at=-1)))
+    assert truth > 0.4
+    assert (found.causes[0].where, found.causes[0].why) == ("unknown", "fault")
+    assert seconds(found, "unknown", "fault") == pytest.approx(truth, rel=0.15)
+    assert found.causes[0].gain_alone_s == pytest.approx(truth, rel=0.1)
