@@ -150,7 +150,7 @@ def _record(run: Run, timeline: Timeline, attribution: Attribution) -> list[Find
         found.append(Finding("replay", "warning", f"The replay is {off} off the measured run: take shares with care."))
     if attribution.merged:
         names = ", ".join(attribution.merged)
-        found.append(Finding("merged", "info", f"Small causes were judged together: {names}."))
+        found.append(Finding("merged", "info", f"Too small to be told apart, so judged together: {names}."))
     if run.fingerprints.num_rows:
         steps = len(set(run.fingerprints.column("step").to_pylist()))
         kinds = sorted(map(str, set(run.fingerprints.column("name").to_pylist())))

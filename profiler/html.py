@@ -102,7 +102,7 @@ def _seconds(value: float | None) -> str:
         return f"{value:.0f} s"
     if abs(value) >= 1:
         return f"{value:.2f} s"
-    return f"{1e3 * value:.3g} ms"
+    return f"{1e3 * value:.3g} ms" if abs(value) >= 1e-6 else "0 ms"
 
 
 def _embed(payload: dict[str, Any]) -> str:

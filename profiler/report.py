@@ -36,7 +36,7 @@ class Analysis:
 
 def analyse(run: store.Run) -> Analysis:
     """All of the analysis of a run, finished or not."""
-    events, names = lanes(run.events)
+    events, names = lanes(run.events, run.processes)
     timeline = build_timeline(events)
     config = run.manifest.get("config") or {}
     attribution = attribute(
@@ -189,7 +189,8 @@ def headline(timeline: Timeline, attribution: Attribution) -> str:
     reason = _REASONS[warm[0].why]
     if wait >= 0.5 * stall:
         return f"Steps waited {wait:.1f} ms of {wall:.1f} ms for data: {parts}{reason}."
-    return f"Steps lost {stall:.1f} ms of {wall:.1f} ms outside compute: {parts}."
+    data = "though data was ready in time" if wait < NO_STALL * wall else f"{wait:.1f} ms of it waiting for data"
+    return f"Steps lost {stall:.1f} ms of {wall:.1f} ms outside compute, {data}: {parts}."
 
 
 _REASONS = {

@@ -24,7 +24,7 @@ from profiler.timeline import Timeline
 NO_STALL = 0.02
 """A stall of less than this share of the wall time is none."""
 MAX_CAUSES = 10
-_SMALL = 0.005  # of the stall: causes below are folded into others
+_SMALL = 0.01  # of the stall: causes below are folded into others
 _STRAGGLER = 2.0  # times the median
 _STRAGGLERS_AT_MOST = 0.1  # of all batches: what happens more often is the feed's ordinary speed
 _FOLLOW_FEED = (*FEED_CAUSES, "cpu_contention", "gc", "unknown", "handoff")

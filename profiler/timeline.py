@@ -6,6 +6,7 @@ length less that of the spans inside it, and what no span covers is ``unattribut
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,12 +92,15 @@ def as_events(source: Any) -> np.ndarray:
     return events
 
 
-def lanes(table: Any) -> tuple[np.ndarray, dict[int, str]]:
+def lanes(table: Any, processes: Mapping[str, Mapping[str, Any]]) -> tuple[np.ndarray, dict[int, str]]:
     """Events of a run with one actor number per process, and the name of each number: (EVENT[n], {actor: name}).
 
     Several processes may carry one number (a worker and its replacement, the workers of two feeds): all but the first
     get a new one, since spans of different processes never nest. Actor 0 stays the trainer's, also after a resume; what
     the trainer writes into the lanes of others (RESTART) stays there.
+
+    ``processes`` as in ``Run.processes``. A run resumed after a reboot has two monotonic clocks: the later part is
+    moved behind the earlier one by wall time, which only sets the order of the parts; no duration spans the two.
     """
     events = as_events(table)
     process = table.column("process").to_numpy(zero_copy_only=False)
@@ -115,7 +119,29 @@ def lanes(table: Any) -> tuple[np.ndarray, dict[int, str]]:
             names[spare] = name
             spare += 1
     events["actor"] = actors
+    for name, shift in _boot_shifts(processes).items():
+        mine = process == name
+        events["t0_ns"][mine] += shift
+        events["t1_ns"][mine] += shift
     return events, names
+
+
+def _boot_shifts(processes: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """ns to add to the times of each process of a boot other than that of the first trainer."""
+    trainers = sorted(
+        (p for p in processes.values() if p.get("role") == "trainer"), key=lambda p: int(p.get("wall_ns") or 0)
+    )
+    if not trainers:
+        return {}
+    base: dict[Any, int] = {}
+    for trainer in trainers:
+        base.setdefault(trainer.get("boot_id"), int(trainer["wall_ns"]) - int(trainer["monotonic_ns"]))
+    first = trainers[0].get("boot_id")
+    return {
+        name: base[process.get("boot_id")] - base[first]
+        for name, process in processes.items()
+        if process.get("boot_id") != first and process.get("boot_id") in base
+    }
 
 
 def resolve_open(events: np.ndarray) -> np.ndarray:

@@ -42,6 +42,7 @@
     const svg = node("svg", { role: "img", tabindex: "0", "aria-label": options.label });
     holder.append(svg);
     const chart = { svg, left: 54, right: 8, top: 8, bottom: options.axis === false ? 6 : 24 };
+    const fit = () => Math.max(220, holder.clientWidth - 16);
     let out = null;
     if (options.tools !== false) {
       const tools = node("div", { class: "tools" });
@@ -63,7 +64,7 @@
       out.replaceChildren(...parts.map(([text, strong]) => (strong ? node("b", {}, text) : document.createTextNode(text))));
     };
     chart.draw = () => {
-      chart.width = Math.max(220, holder.clientWidth - 18);
+      chart.width = fit();
       chart.height = options.height();
       svg.setAttribute("viewBox", `0 0 ${chart.width} ${chart.height}`);
       svg.setAttribute("height", chart.height);
@@ -75,7 +76,7 @@
         const y = chart.height - chart.bottom;
         svg.append(node("line", { class: "axis", x1: chart.left, x2: chart.width - chart.right, y1: y, y2: y }));
         for (const [v, text] of ticks(view.a, view.b, chart.width / 90)) {
-          svg.append(node("text", { x: chart.x(v), y: y + 16, "text-anchor": v <= view.a + (view.b - view.a) * 0.02 ? "start" : "middle" }, `${text} ${options.unit}`));
+          svg.append(node("text", { x: chart.x(v), y: y + 16, "text-anchor": chart.x(v) < chart.left + 14 ? "start" : chart.x(v) > chart.width - chart.right - 30 ? "end" : "middle" }, `${text} ${options.unit}`));
         }
       }
     };
@@ -115,6 +116,9 @@
     });
     view.charts.push(chart);
     chart.draw();
+    if (holder.watch) holder.watch.disconnect(); // the chart that was here before
+    holder.watch = new ResizeObserver(() => { if (fit() !== chart.width) chart.draw(); });
+    holder.watch.observe(holder);
     return chart;
   };
 
@@ -132,8 +136,8 @@
       const { svg } = chart;
       let lo = 0;
       let hi = n;
-      while (lo < n && steps.t1[lo] < stepView.a) lo++;
-      while (hi > lo && steps.t0[hi - 1] > stepView.b) hi--;
+      while (lo < n && steps.t1[lo] <= stepView.a) lo++;
+      while (hi > lo && steps.t0[hi - 1] >= stepView.b) hi--;
       const shown = steps.max.slice(lo, hi);
       const top = Math.max(1e-3, Math.min(Math.max(...shown), Math.max(usual, heights[Math.floor(n / 2)] * 2)) * 1.05);
       const bottom = chart.height - chart.bottom;
@@ -150,18 +154,22 @@
         const x0 = Math.max(chart.left, chart.x(steps.t0[i]));
         const x1 = Math.min(chart.width - chart.right, chart.x(steps.t1[last]));
         const w = Math.max(0.5, x1 - x0 - (x1 - x0 > 4 ? 1 : 0));
-        let sum = 0;
-        for (const p of order) {
+        const means = order.map((p) => {
           let mean = 0;
           for (let j = i; j <= last; j++) mean += steps.parts[p][j];
-          mean /= last - i + 1;
-          if (mean <= 0) continue;
+          return mean / (last - i + 1);
+        });
+        const whole = means.reduce((a, b) => a + b, 0);
+        const shrink = Math.min(1, top / whole); // a bar that is cut off still shows its parts in proportion
+        let sum = 0;
+        for (const p of order) {
+          if (means[p] <= 0) continue;
           const y0 = y(sum);
-          sum += mean;
+          sum += means[p] * shrink;
           const h = y0 - y(sum);
           if (h > 0.05) paths[p] += `M${x0.toFixed(2)} ${y0.toFixed(2)}h${w.toFixed(2)}v${(-h).toFixed(2)}h${(-w).toFixed(2)}z`;
         }
-        if (sum > top) cut.push([x0 + w / 2, sum, steps.first[i]]);
+        if (whole > top) cut.push([x0 + w / 2, whole]);
       }
       order.forEach((p) => svg.append(node("path", { d: paths[p], fill: data.colours.parts[steps.names[p]] })));
       let before = -99;
@@ -183,7 +191,10 @@
       steps.names.forEach((part, i) => { if (steps.parts[i][lo] >= 0.01) parts.push([` ${words(part)} `], [`${number(steps.parts[i][lo], 2)} ms`, true]); });
       chart.say(parts);
     };
-    makeChart(document.getElementById("chart-steps"), stepView, { label: "Time of every step by part", unit: "s", height: () => (innerWidth < 520 ? 220 : 280), paint, hover });
+    const cold = n > 2 && steps.t1[0] > 0.25 * steps.t1[n - 1];
+    if (cold) stepView.a = steps.t0[1]; // a slow start would leave all other steps a few pixels
+    const drawn = makeChart(document.getElementById("chart-steps"), stepView, { label: "Time of every step by part", unit: "s", height: () => (innerWidth < 520 ? 220 : 280), paint, hover });
+    if (cold) drawn.say([["the first step is to the left: "], ["all", true], [" shows it"]]);
     const under = document.getElementById("chart-samples");
     for (const line of data.samples) {
       const holder = node("div", { class: "chart" });
@@ -200,8 +211,8 @@
           });
           chart.svg.append(node("line", { class: "grid", x1: chart.left, x2: chart.width - chart.right, y1: y(0), y2: y(0) }));
           chart.svg.append(node("path", { class: "line", d: path || "M0 0" }));
-          chart.svg.append(node("text", { x: chart.left, y: 14 }, line.title));
-          chart.svg.append(node("text", { x: chart.left - 6, y: y(top) + 4, "text-anchor": "end" }, `${number(top, top < 10 ? 1 : 0)} ${line.unit}`));
+          chart.svg.append(node("text", { x: chart.left, y: 14 }, line.unit ? `${line.title}, ${line.unit}` : line.title));
+          chart.svg.append(node("text", { x: chart.left - 6, y: y(top) + 4, "text-anchor": "end" }, number(top, top < 10 ? 1 : 0)));
         },
       });
     }
@@ -246,9 +257,11 @@
           const box = { x: x0, y: 37 + row * (lane + 18) + inner, width, height: lane - 2 * inner, rx: Math.min(2, width / 3) };
           svg.append(node("rect", { ...box, fill: data.colours.stages[stage] || "#888", opacity: stage === "batch" ? 0.28 : pale.has(stage) ? 0.5 : 1 }));
           if (open) svg.append(node("rect", { ...box, fill: "url(#hatch)" }));
-          if (width > 58 && stage !== "batch" && !names) {
-            const label = node("text", { x: x0 + 5, y: 37 + row * (lane + 18) + lane / 2 + 4 }, width > 100 && step >= 0 ? `${words(stage)} ${step}` : words(stage));
-            label.style.fill = pale.has(stage) || ["augment", "gc"].includes(stage) ? "var(--fg)" : "#fff";
+          const long = step >= 0 ? `${words(stage)} ${step}` : words(stage);
+          const title = [long, words(stage)].find((text) => width > 7 * text.length + 10);
+          if (title && stage !== "batch") {
+            const label = node("text", { x: x0 + 5, y: 37 + row * (lane + 18) + lane / 2 + 4 }, title);
+            label.style.fill = pale.has(stage) ? "var(--fg)" : ["augment", "gc", "host", "h2d", "copy", "alloc", "collate"].includes(stage) ? "#111" : "#fff";
             svg.append(label);
           }
         }
@@ -276,11 +289,6 @@
     };
     select.addEventListener("change", showWindow);
     showWindow();
-    let timer = 0;
-    addEventListener("resize", () => {
-      clearTimeout(timer);
-      timer = setTimeout(() => { if (stepView) stepView.charts.forEach((c) => c.draw()); if (view) view.charts.forEach((c) => c.draw()); }, 120);
-    });
   }
 
   // ---- tables as CSV ----------------------------------------------------------------------------------------------

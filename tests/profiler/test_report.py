@@ -197,3 +197,31 @@ def test_an_unwritable_file_is_named(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, Job(steps=10))
     with pytest.raises(StallscopeError, match="cannot write"):
         report.main([str(folder), "--json", str(folder)])
+
+
+def test_a_run_resumed_after_a_reboot_keeps_its_order(tmp_path: Path) -> None:
+    """The second part's monotonic clock began anew, below the first part's."""
+    import pyarrow as pa
+
+    from profiler.timeline import as_events, build, lanes
+
+    first = simulate(Job(steps=6)).events()
+    again = simulate(Job(steps=5, first_step=6, origin=1_000_000_000)).events()
+    again["flags"][(again["stage"] == 1) & (again["step"] == 6)] = 1
+    tables = []
+    for name, events in (("trainer-9", again), ("trainer-5", first)):
+        mine = events[events["actor"] == 0]
+        columns = {field: mine[field] for field in mine.dtype.names}
+        tables.append(pa.table({**columns, "process": [name] * len(mine), "role": ["trainer"] * len(mine)}))
+    table = pa.concat_tables(tables)
+    day = 86_400 * 10**9
+    processes = {
+        "trainer-9": {"role": "trainer", "boot_id": "b", "monotonic_ns": 10**9, "wall_ns": 20 * day},
+        "trainer-5": {"role": "trainer", "boot_id": "a", "monotonic_ns": 10**12, "wall_ns": 19 * day},
+    }
+    events, names = lanes(table, processes)
+    line = build(events)
+    assert line.step.tolist() == list(range(11))
+    assert line.segment.tolist() == [0] * 6 + [1] * 5
+    assert line.wall_ns[6:].sum() == build(as_events(tables[0])).wall_ns.sum()
+    assert names[0] in processes
