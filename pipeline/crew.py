@@ -188,7 +188,7 @@ class Crew:
             step = self.ring.worker(member.row)[2] if member.process is not None else -1
             self._errors[step] = outcome.error
             self.recorder.note(
-                "worker_error", actor=self.spec.first_actor + member.row, step=step, error=str(outcome.error)
+                "worker_error", worker=self.spec.first_actor + member.row, step=step, error=str(outcome.error)
             )
         member.over = True
         self._forget(member)
@@ -208,8 +208,9 @@ class Crew:
         status = status or text or "unknown"
         batch = self._batch_of(step) if step >= 0 else {}
         self.recorder.note(
-            "worker_lost", worker=member.row + 1, lost_pid=pid, how=how, exit=status, step=step, **batch
-        )
+            "worker_lost", worker=member.row + 1, actor=self.spec.first_actor + member.row, pid=pid, lost_pid=pid,
+            how=how, exit=status, step=step, **batch,
+        )  # fmt: skip
         self.restarts += 1
         if self.restarts > self.spec.max_restarts:
             member.over = True
@@ -227,7 +228,7 @@ class Crew:
         pending = [other for other in self._members if other.process is None and not other.over]
         if len(pending) < len(self._members):
             # Somebody works: slower is better than not at all.
-            self.recorder.note("worker_not_started", actor=self.spec.first_actor + member.row)
+            self.recorder.note("worker_not_started", worker=self.spec.first_actor + member.row)
             member.job.discard()
             member.over = True
             return

@@ -64,6 +64,7 @@ class InlineEngine:
         self._recorder = recorder
         self._source = open_data(spec)
         self._maker = BatchMaker(spec, probed, LocalReader(self._source), recorder)
+        self._maker.warm_up()
         self.ring, self.slots = _ring(spec, probed)
         self.ring.enter(0)
 

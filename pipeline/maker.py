@@ -173,6 +173,16 @@ class BatchMaker:
         self.transform = Transform(spec.transform, spec.seed, spec.phase_number)
         self.transform.fit(probed.record_shape, f"record 0 of {spec.source}")
 
+    def warm_up(self) -> None:
+        """Compile or load what the first batch would otherwise wait for: that time belongs to the start."""
+        shape, one = self.probe.record_shape, np.zeros(1, np.int64)
+        draws = philox.draw(0, 0, one, one, (one, one), mirror=True, random_crop=False)
+        self.transform.fill([np.zeros(shape, np.uint8)], draws, np.empty((1, *self.probe.sample_shape), np.float32))
+        if self.spec.fingerprints != "off":
+            scratch = np.zeros((2, self.probe.layout.nbytes // 2), np.uint8)
+            hashing.ordered(scratch)
+            hashing.multiset(scratch.view(np.int64)[:, :1])
+
     def make(self, step: int, slot: Slot, *, index: int = -1, flags: int = 0) -> Made:
         """Make the batch of ``step`` into ``slot``; ``index`` and ``flags`` are only recorded.
 

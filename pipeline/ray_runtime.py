@@ -25,6 +25,13 @@ OBJECT_STORE_BYTES = 256 << 20
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
+_OWN_RAY = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # When this process is killed, Ray's main processes end with it, but its agents look for them for a minute.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
+}
+
+
 @contextlib.contextmanager
 def running(config: Config | None = None, address: str | None = None, num_cpus: int | None = None) -> Iterator[None]:
     """A context in which Ray is up.
@@ -67,7 +74,7 @@ def _connect(address: str | None, num_cpus: int | None) -> None:
                 ray.init(address=address, runtime_env={"env_vars": variables}, **quiet)
                 return
             # The environment of a Ray of our own is what its workers inherit; that spares them a runtime_env.
-            with _environment({**variables, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}):
+            with _environment({**variables, **_OWN_RAY}):
                 ray.init(
                     address="local",
                     num_cpus=num_cpus or len(os.sched_getaffinity(0)),

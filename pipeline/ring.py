@@ -225,7 +225,7 @@ class Ring:
         self._threads = threading.Lock()  # record locks belong to a process and do not keep its threads apart
 
     def close(self) -> None:
-        """Give mapping and descriptors back. Idempotent. Arrays that a user still holds keep the memory until they go."""
+        """Give mapping and descriptors back. Idempotent. A user's arrays keep the memory until they go."""
         if self._memory < 0:
             return
         for name in ("_header", "_workers", "_slots", "_payload"):

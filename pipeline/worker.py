@@ -41,6 +41,7 @@ def work(
             reader = LocalReader(stack.enter_context(contextlib.closing(open_data(spec))))
         with recorder.span(Stage.START):
             maker = BatchMaker(spec, probed, reader, recorder)
+            maker.warm_up()
             slots = [probed.layout.views(ring.payload(index)) for index in range(ring.depth)]
         ring.enter(row)
         stack.callback(slots.clear)

@@ -18,9 +18,7 @@ def oracle(seed: int, phase: int, stream: int, epoch: int, record: int) -> np.nd
 
 @settings(max_examples=60, deadline=None)
 @given(seed=U63, phase=st.integers(0, 1), stream=st.integers(0, 5), where=st.lists(st.tuples(U63, U63), min_size=1))
-def test_first_block_is_numpys_bit_for_bit(
-    seed: int, phase: int, stream: int, where: list[tuple[int, int]]
-) -> None:
+def test_first_block_is_numpys_bit_for_bit(seed: int, phase: int, stream: int, where: list[tuple[int, int]]) -> None:
     epochs = np.array([epoch for epoch, _ in where], np.int64)
     records = np.array([record for _, record in where], np.int64)
     expected = np.stack([oracle(seed, phase, stream, *pair) for pair in where])

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.crew import FeedError
+from pipeline.engines import CrewEngine
+from pipeline.feed import Feed
+from pipeline.maker import probe
+from pipeline.process import Process
+from pipeline.spec import FeedSpec, TransformSpec
+from pipeline.transforms import TransformError
+from pipeline.worker import open_data
+from profiler.events import Kind, Stage
+from profiler.recorder import NULL, Recorder
+from tests.pipeline.spawned import SpawnLauncher
+
+MNIST = "tests/data/db/mnist_test_lmdb"
+SPEC = FeedSpec(
+    MNIST, 16, shuffle="full", seed=4, stop_step=40, depth=4, fingerprints="step", poison=True,
+    transform=TransformSpec(crop=20, mirror=True, python="tests.pipeline.functions:slow"),
+)  # fmt: skip
+
+
+def engine(spec: FeedSpec, workers: int = 2, recorder: Recorder = NULL, never: tuple[int, ...] = ()) -> CrewEngine:
+    with open_data(spec) as source:
+        probed = probe(spec, source)
+    return CrewEngine(spec, probed, recorder, lambda address: SpawnLauncher(spec, probed, address, never), workers)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    with Feed.from_spec(SPEC) as feed:
+        return [batch.hashes["fill"] for batch in feed]
+
+
+def deliver(made: CrewEngine, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """(step, fill hash) of the steps, each released after it was looked at."""
+    for step in range(first, last):
+        ready = made.get(step)
+        yield step, ready.hashes["fill"]
+        made.ring.release(step)
+
+
+def test_same_batches_as_inline_and_nothing_left(expected: list[int]) -> None:
+    fds = set(os.listdir("/proc/self/fd"))
+    made = engine(SPEC)
+    assert [fill for _, fill in deliver(made, 0, 40)] == expected
+    workers = [Process(pid) for pid in made.pids]
+    made.close()
+    assert made.pids == []
+    for worker in workers:
+        assert not worker.alive
+        worker.close()
+    assert len(os.listdir("/proc/self/fd")) <= len(fds) + 1  # the resource tracker of multiprocessing stays
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_worker_is_replaced_and_nothing_is_lost(tmp_path: Path, expected: list[int], how: signal.Signals) -> None:
+    spec = replace(SPEC, stall_timeout_s=2.0)
+    with Recorder.open(tmp_path, "trainer", "trainer") as recorder:
+        made = engine(spec, recorder=recorder)
+        got: list[int] = []
+        victims: list[int] = []
+        for step, fill in deliver(made, 0, 40):
+            got.append(fill)
+            if step == 8:
+                victims = list(made.pids)
+                for victim in victims:
+                    os.kill(victim, how)
+        assert made.restarts == len(victims)
+        made.close()
+    assert got == expected
+    (notes,) = (tmp_path / "events").glob("*.jsonl")
+    lost = [line for line in map(json.loads, notes.read_text().splitlines()) if line["note"] == "worker_lost"]
+    assert victims
+    assert sorted(note["lost_pid"] for note in lost) == sorted(victims)
+    for note in lost:
+        assert note["exit"] in ("SIGKILL", "unknown")
+        assert note["worker"] in (1, 2)
+        assert ("no sign of life" in note["how"]) == (how is signal.SIGSTOP)
+        if note["step"] >= 0:
+            assert note["epoch"] == 0
+            assert len(note["records"]) == 2
+    for victim in victims:
+        assert not Path(f"/proc/{victim}").exists()
+
+
+def test_too_many_losses_end_the_feed_with_one_message() -> None:
+    made = engine(replace(SPEC, max_restarts=1), workers=1)
+
+    def kill_them_all() -> None:
+        for _ in deliver(made, 0, 40):
+            if made.pids:
+                os.kill(made.pids[0], signal.SIGKILL)
+
+    with pytest.raises(FeedError, match="worker 1 of the feed") as caught:
+        kill_them_all()
+    assert "feed.max_restarts" in str(caught.value)
+    assert "SIGKILL" in str(caught.value)
+    made.close()
+
+
+def test_an_error_comes_at_its_own_step_and_not_before() -> None:
+    spec = replace(
+        SPEC, batch=1, shuffle="none", stop_step=None,
+        transform=TransformSpec(python="tests.pipeline.functions:breaks_on_label_7"),
+    )  # fmt: skip
+    with open_data(spec) as source:
+        probe(spec, source)
+        labels = []
+        with Feed.from_spec(replace(spec, transform=TransformSpec(), stop_step=50)) as feed:
+            labels = [int(batch.labels[0]) for batch in feed]
+    first = labels.index(7)
+    assert first > 0
+    made = engine(spec)
+    assert len(list(deliver(made, 0, first))) == first
+    with pytest.raises(TransformError, match="seven is right out") as caught:
+        made.get(first)
+    assert f"record {first} " in str(caught.value)
+    assert MNIST in str(caught.value)
+    made.close()
+
+
+def test_an_error_at_set_up_comes_at_once() -> None:
+    with open_data(SPEC) as source:
+        probed = probe(SPEC, source)
+    broken = replace(SPEC, transform=TransformSpec(python="no_such_module_here:f"))
+    made = CrewEngine(SPEC, probed, NULL, lambda address: SpawnLauncher(broken, probed, address), 2)
+    with pytest.raises(Exception, match="no_such_module_here"):
+        made.get(0)
+    made.close()
+
+
+def test_workers_that_never_start_are_listed() -> None:
+    made = engine(replace(SPEC, start_timeout_s=0.3), workers=2, never=(0, 1))
+    with pytest.raises(FeedError, match="no worker of the feed has started") as caught:
+        made.get(0)
+    assert "worker 1 (1 process); worker 2 (1 process)" in str(caught.value)
+    made.close()
+
+
+def test_one_worker_that_never_starts_does_not_stop_the_other(tmp_path: Path, expected: list[int]) -> None:
+    with Recorder.open(tmp_path, "trainer", "trainer") as recorder:
+        made = engine(replace(SPEC, start_timeout_s=3.0), recorder=recorder, never=(1,))
+        assert [fill for _, fill in deliver(made, 0, 40)] == expected
+        made.close()
+
+
+def test_back_pressure_never_more_ready_than_slots() -> None:
+    made = engine(replace(SPEC, stop_step=None))
+    made.get(0)
+    deadline = time.monotonic() + 60
+    while made.ring.counts()["ready"] < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.3)
+    assert made.ring.counts() == {"free": 0, "filling": 0, "ready": 3, "leased": 1, "redo": 0}
+    assert made.ring.next_step == 4
+    made.close()
+
+
+def test_workers_record_every_batch_once_and_their_waits(tmp_path: Path) -> None:
+    from profiler import store
+
+    spec = replace(SPEC, recorder_folder=str(tmp_path), detail="full")
+    made = engine(spec)
+    for step, _ in deliver(made, 0, 40):
+        if step == 0:
+            time.sleep(0.3)
+    made.close()
+    events: Any = store.load_run(tmp_path).events.to_pydict()
+    columns = zip(*(events[name] for name in ("kind", "stage", "step", "actor")), strict=True)
+    rows = [row[1:] for row in columns if row[0] != Kind.OPEN]
+    for stage in (Stage.BATCH, Stage.READ, Stage.DECODE, Stage.AUGMENT, Stage.COLLATE, Stage.READY):
+        assert sorted(step for kind, step, _ in rows if kind == stage) == list(range(40)), stage
+    assert {actor for kind, _, actor in rows if kind == Stage.BATCH} <= {1, 2}
+    assert [kind for kind, _, _ in rows if kind == Stage.SLOT_WAIT]
