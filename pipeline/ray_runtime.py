@@ -14,7 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from pipeline.crew import FeedError
+from pipeline.watchdog import watching
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -23,13 +26,6 @@ OBJECT_STORE_BYTES = 256 << 20
 """Of a local Ray: only records of a LevelDB owner go through it; batches lie in the ring."""
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-
-
-_OWN_RAY = {
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # When this process is killed, Ray's main processes end with it, but its agents look for them for a minute.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
-}
 
 
 @contextlib.contextmanager
@@ -55,11 +51,18 @@ def running(config: Config | None = None, address: str | None = None, num_cpus: 
         return
     if address is None and os.environ.get("RAY_ADDRESS"):
         address = "auto"  # ray job submit tells the driver so which cluster it belongs to
+    before = _descendants()
     _connect(address, num_cpus)
-    try:
-        yield
-    finally:
-        ray.shutdown()  # ends what ray.init started; from a joined cluster it only disconnects
+    started = [] if address else sorted(_descendants() - before)
+    with watching(started) if started else contextlib.nullcontext():
+        try:
+            yield
+        finally:
+            ray.shutdown()  # ends what ray.init started; from a joined cluster it only disconnects
+
+
+def _descendants() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def _connect(address: str | None, num_cpus: int | None) -> None:
@@ -74,7 +77,7 @@ def _connect(address: str | None, num_cpus: int | None) -> None:
                 ray.init(address=address, runtime_env={"env_vars": variables}, **quiet)
                 return
             # The environment of a Ray of our own is what its workers inherit; that spares them a runtime_env.
-            with _environment({**variables, **_OWN_RAY}):
+            with _environment({**variables, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}):
                 ray.init(
                     address="local",
                     num_cpus=num_cpus or len(os.sched_getaffinity(0)),

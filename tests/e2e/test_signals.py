@@ -72,8 +72,8 @@ def test_a_killed_driver_leaves_a_readable_run_and_no_process(databases: Databas
         job.wait_for_step(50)
         job.stop(signal.SIGKILL)
         assert job.end() == -signal.SIGKILL
-        assert any("ray" in name for name in job.alive()), "there was something to end"
-        job.wait_until_gone(60)
+        assert any("WorkerActor" in name for name in job.alive()), "there was something to end"
+        job.wait_until_gone(40)  # Ray's own agents alone would stay for a minute
     done = subprocess.run(
         [sys.executable, "-m", "profiler.report", str(folder), "--json", "report.json", "--html", "report.html"],
         cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=60,
