@@ -129,7 +129,7 @@ class Crew:
         deadline = time.monotonic() + patience_s
         for member in self._members:
             self._meet(member)
-            if not member.over:
+            if not member.over and member.process is not None:
                 member.job.outcome(max(0.0, deadline - time.monotonic()))
         for member in self._members:
             member.job.discard()

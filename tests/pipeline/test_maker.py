@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -226,7 +227,7 @@ def test_one_span_per_stage_in_order(tmp_path: Path) -> None:
     events = store.load_run(tmp_path).events.to_pylist()
     spans = sorted((event for event in events if event["kind"] == Kind.SPAN), key=lambda event: event["t0_ns"])
     assert [event["stage"] for event in spans] == [Stage.READ, Stage.DECODE, Stage.AUGMENT, Stage.COLLATE]
-    for before, after in zip(spans, spans[1:], strict=False):
+    for before, after in itertools.pairwise(spans):
         assert before["t1_ns"] <= after["t0_ns"]
     for event in spans:
         assert (event["step"], event["items"], event["flags"]) == (3, 7, Flag.TEST_PHASE)
