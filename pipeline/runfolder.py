@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 import shutil
 from importlib import metadata
@@ -13,11 +14,12 @@ from datasets.source import Source
 from pipeline import checkpoint
 from pipeline.checkpoint import Found
 from pipeline.config import Config
+from profiler import store
 from profiler.errors import UsageError
 
 _PROBES = 16  # records read to tell one data set from another
-# What only a run of ours holds: a folder with none of these is never removed.
-_OURS = ("manifest.json", "events", "snapshots", "fingerprints", "samples")
+_PARTS = ("events", "fingerprints", "samples", "snapshots", "memory")
+_JOB_COPY = "runtime_resources/working_dir_files"  # where Ray unpacks the working directory of a submitted job
 
 
 def prepare(config: Config) -> tuple[Path, Found]:
@@ -26,6 +28,13 @@ def prepare(config: Config) -> tuple[Path, Found]:
     Raises :class:`UsageError` when the folder is in use by an earlier run and may not be touched, or is no run's.
     """
     folder = Path(config.run.folder).expanduser()
+    if not folder.is_absolute() and _JOB_COPY in Path.cwd().as_posix():
+        raise UsageError(
+            "run.folder: a submitted job runs in a copy of the working directory, which Ray deletes",
+            expected="an absolute path that exists after the job",
+            found=config.run.folder,
+            hint=f"--run.folder /some/where/{config.run.folder}",
+        )
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"run.folder: {folder} is a file", expected="a folder, or a path where none exists")
     used = folder.is_dir() and any(folder.iterdir())
@@ -38,10 +47,10 @@ def prepare(config: Config) -> tuple[Path, Found]:
             hint="--run.if_exists replace, --run.if_exists resume, or another --run.folder",
         )
     if used and config.run.if_exists == "replace":
-        if not any((folder / name).exists() for name in _OURS):
+        if not _is_run(folder):
             raise UsageError(
                 f"the folder {folder} does not look like a run, so it is not removed",
-                expected="a folder that holds a manifest.json of an earlier run",
+                expected="a folder with the manifest.json of an earlier run",
                 found=", ".join(sorted(path.name for path in folder.iterdir())[:6]),
                 hint="choose another --run.folder, or empty it by hand",
             )
@@ -57,13 +66,23 @@ def prepare(config: Config) -> tuple[Path, Found]:
                 hint=f"--run.iterations {found.snapshot.iteration + last}",
             )
     try:
-        for name in ("events", "fingerprints", "samples", "snapshots", "memory"):
+        for name in _PARTS:
             (folder / name).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
             f"cannot make the run folder {folder}: {error.strerror}", hint="another --run.folder"
         ) from None
     return folder, found
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder was made by a run: its manifest says so, or it died before writing one and holds nothing else."""
+    try:
+        return json.loads((folder / "manifest.json").read_text()).get("kind") == store.KIND
+    except FileNotFoundError:
+        return all(path.name in _PARTS and not any(path.iterdir()) for path in folder.iterdir())
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def stream(config: Config, identity: dict[str, Any]) -> dict[str, Any]:

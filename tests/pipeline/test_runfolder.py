@@ -1,0 +1,53 @@
+"""A folder that is not a run's is never removed."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline import runfolder
+from pipeline.config import Config, RunConfig
+from profiler import store
+from profiler.errors import UsageError
+
+
+def config(folder: Path | str) -> Config:
+    return Config(run=RunConfig(folder=str(folder), if_exists="replace"))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"samples/photo.jpg": "a photo"},
+        {"manifest.json": '{"kind": "something else"}', "events/a": ""},
+        {"manifest.json": "[1, 2]"},
+        {"manifest.json": "not json"},
+        {"notes.txt": "mine"},
+    ],
+)
+def test_replace_keeps_what_no_run_made(tmp_path: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    with pytest.raises(UsageError, match="does not look like a run"):
+        runfolder.prepare(config(tmp_path))
+    assert {name: (tmp_path / name).read_text() for name in files} == files
+
+
+def test_replace_clears_a_run(tmp_path: Path) -> None:
+    folder, _ = runfolder.prepare(config(tmp_path / "run"))
+    runfolder.prepare(config(folder))  # it died before it wrote a manifest
+    store.write_manifest(folder, {"run": "old"})
+    (folder / "report.html").write_text("old")
+    runfolder.prepare(config(folder))
+    assert not (folder / "report.html").exists()
+    assert not (folder / "manifest.json").exists()
+
+
+def test_a_job_copy_needs_an_absolute_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    with pytest.raises(UsageError, match="Ray deletes"):
+        runfolder.prepare(config("runs/x"))
+    assert runfolder.prepare(config(tmp_path / "run"))[0].is_dir()
