@@ -169,14 +169,13 @@ class Job:
     # -- opening -----------------------------------------------------------------------------------------------------
 
     def _open(self, address: str | None) -> None:
-        from gpu.backend import blas_threads, select_backend
+        from gpu.backend import select_backend
         from gpu.device import open_device
 
         began_ns = time.monotonic_ns()
         config, stack = self.config, self._stack
         self._open_recorder()
         backend = select_backend(config.device.backend)
-        pools = blas_threads(config.device.blas_threads)
         device = config.device
         nominal = {"step_ms": device.step_ms, "h2d_gbps": device.h2d_gbps, "h2d_delay_ms": device.h2d_delay_ms}
         emulated = nominal if backend.name == "emulated" else {}
@@ -194,7 +193,6 @@ class Job:
             self.folder,
             data=self.identities,
             backend={"name": backend.name, "reason": backend.reason},
-            blas=[vars(pool) for pool in pools],
         )
 
     def _open_recorder(self) -> None:

@@ -8,6 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from gpu.backend import blas_threads
 from pipeline import loop, runfolder
 from pipeline.config import Config
 from pipeline.display import Display
@@ -16,6 +19,7 @@ from pipeline.signals import StopRequest
 from profiler import store
 from profiler.environment import environment
 from profiler.errors import StallscopeError
+from profiler.osread import boot_id
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +37,9 @@ def run(config: Config, *, address: str | None = None) -> int:
         display.say(f"note: {note}")
     if found.snapshot is not None:
         display.say(f"resuming from iteration {found.snapshot.iteration}")
-    store.write_manifest(folder, _manifest(config, folder, found.ignored))
+    # Before the environment is looked at: the manifest shall say what the numbers were made with.
+    pools = blas_threads(config.device.blas_threads)
+    store.write_manifest(folder, {**_manifest(config, folder, found.ignored), "blas": [vars(pool) for pool in pools]})
     job: Job | None = None
     with StopRequest() as stop:
         try:
@@ -63,7 +69,7 @@ def _manifest(config: Config, folder: Path, ignored: list[str]) -> dict[str, Any
         "net": runfolder.file_identity(config.net),
         "solver": runfolder.file_identity(config.solver),
         "started_wall_ns": time.time_ns(),
-        "process": {"pid": os.getpid()},
+        "process": {"pid": os.getpid(), "boot_id": boot_id(), "started_s": psutil.Process().create_time()},
         "outcome": {"state": "running"},
     }
 

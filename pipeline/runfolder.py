@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -10,12 +11,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from datasets.source import Source
 from pipeline import checkpoint
 from pipeline.checkpoint import Found
 from pipeline.config import Config
 from profiler import store
 from profiler.errors import UsageError
+from profiler.osread import boot_id
 
 _PROBES = 16  # records read to tell one data set from another
 _PARTS = ("events", "fingerprints", "samples", "snapshots", "memory")
@@ -39,6 +43,8 @@ def prepare(config: Config) -> tuple[Path, Found]:
         raise UsageError(f"run.folder: {folder} is a file", expected="a folder, or a path where none exists")
     used = folder.is_dir() and any(folder.iterdir())
     found = Found(None)
+    if used:
+        _refuse_if_running(folder)
     if used and config.run.if_exists == "refuse":
         raise UsageError(
             f"the run folder {folder} is not empty",
@@ -76,13 +82,30 @@ def prepare(config: Config) -> tuple[Path, Found]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a folder was made by a run: its manifest says so, or it died before writing one and holds nothing else."""
+    """Whether a folder was made by a run: its manifest says so, or the run died before it wrote one."""
     try:
         return json.loads((folder / "manifest.json").read_text()).get("kind") == store.KIND
     except FileNotFoundError:
         return all(path.name in _PARTS and not any(path.iterdir()) for path in folder.iterdir())
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def _refuse_if_running(folder: Path) -> None:
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        running = manifest["outcome"]["state"] == "running" and manifest["process"]["boot_id"] == boot_id()
+        pid, started_s = int(manifest["process"]["pid"]), float(manifest["process"]["started_s"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # no manifest of ours: prepare() looks at what else lies there
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if running and abs(psutil.Process(pid).create_time() - started_s) < 1.0:
+            raise UsageError(
+                f"the run in {folder} is still going on",
+                expected="a folder that no job writes to",
+                found=f"process {pid}",
+                hint="wait for it, stop it with SIGINT, or choose another --run.folder",
+            )
 
 
 def stream(config: Config, identity: dict[str, Any]) -> dict[str, Any]:

@@ -58,6 +58,9 @@ def test_a_second_interrupt_aborts_without_a_snapshot(databases: Databases, tmp_
         job.wait_for(lambda: list((folder / "records").glob("*")) or "test after" in job.output, "the first step")
         job.stop(signal.SIGINT)
         job.wait_for(lambda: "stopping after this step" in job.output, "the answer to the first signal")
+        other = train(*arguments, "--run.if_exists=replace", cwd=tmp_path)
+        assert other.code == 2, other.err
+        assert f"process {job.process.pid}" in other.err, "two jobs never share a folder"
         job.stop(signal.SIGINT)
         assert job.end(30) == 130, job.output
     assert manifest(folder)["outcome"]["state"] == "interrupted"
