@@ -11,11 +11,16 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from pipeline import philox
+from profiler import hashing
 from profiler.jit import njit
 
 _M0, _M1 = (np.uint64(number) for number in philox.MULTIPLIERS)
 _W0, _W1 = (np.uint64(number) for number in philox.WEYL)
 _ROUNDS = philox.ROUNDS
+_POSITION, _HASH_1, _HASH_2, _LENGTH = (
+    np.uint64(number) for number in (hashing.POSITION, hashing.M1, hashing.M2, hashing.LENGTH)
+)
+_S29, _THREE = np.uint64(29), np.uint64(3)
 _LOW, _HALF, _ONE = np.uint64(0xFFFF_FFFF), np.uint64(32), np.uint64(1)
 
 
@@ -28,6 +33,48 @@ def _pixels(typingctx, address):
         return builder.inttoptr(args[0], context.get_value_type(sig.return_type))
 
     return signature, codegen
+
+
+@intrinsic
+def _words(typingctx, address):
+    """An address (uint64, a multiple of 8) as a pointer to uint64."""
+    signature = types.CPointer(types.uint64)(types.uint64)
+
+    def codegen(context, builder, sig, args):
+        return builder.inttoptr(args[0], context.get_value_type(sig.return_type))
+
+    return signature, codegen
+
+
+@njit
+def _mix(x):
+    x = (x ^ (x >> _HALF)) * _HASH_1
+    x = (x ^ (x >> _S29)) * _HASH_2
+    return x ^ (x >> _HALF)
+
+
+@njit
+def hash_records(addresses, lengths, out):
+    """``profiler.hashing.ordered`` of each of many buffers into out, uint64[n].
+
+    addresses uint64[n], multiples of 8; lengths uint64[n] in bytes.
+    """
+    for i in range(len(addresses)):
+        count = lengths[i] >> _THREE
+        words = carray(_words(addresses[i]), (count,), np.uint64)  # type: ignore[call-arg]
+        key = _POSITION
+        total = np.uint64(0)
+        for j in range(count):
+            total += _mix(words[j] ^ key)
+            key += _POSITION
+        rest = lengths[i] - (count << _THREE)
+        if rest:
+            tail = carray(_pixels(addresses[i] + (count << _THREE)), (rest,), np.uint8)
+            word = np.uint64(0)
+            for j in range(rest):
+                word |= np.uint64(tail[j]) << (np.uint64(j) << _THREE)
+            total += _mix(word ^ key)
+        out[i] = _mix((total + _mix(lengths[i] ^ _LENGTH)) ^ _LENGTH)
 
 
 @njit
@@ -63,7 +110,7 @@ def fill(addresses, heights, widths, h_off, w_off, mirror, mean, scale, out):
     channels, rows, columns = out.shape[1], out.shape[2], out.shape[3]
     whole = mean.shape[1] * mean.shape[2] > 1
     for i in range(len(addresses)):
-        image = carray(_pixels(addresses[i]), (channels, heights[i], widths[i]), np.uint8)  # type: ignore[call-arg]  # numba passes the typing context
+        image = carray(_pixels(addresses[i]), (channels, heights[i], widths[i]), np.uint8)  # type: ignore[call-arg]
         for c in range(channels):
             constant = mean[c, 0, 0]
             for y in range(rows):

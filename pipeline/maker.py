@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from datasets import datum as datums
+from datasets import decode
+from datasets.order import Order, Stream
 from pipeline import philox
 from pipeline.spec import Color, FeedSpec
 from pipeline.transforms import Shape, Transform, TransformError
@@ -28,7 +31,6 @@ from profiler.events import Flag, Stage
 from profiler.recorder import NULL, Recorder
 
 if TYPE_CHECKING:
-    from datasets.order import Stream
     from datasets.source import Record, Source
 
 _ALIGN = 64
@@ -141,8 +143,6 @@ class LocalReader:
 
 def stream_of(spec: FeedSpec, records: int) -> Stream:
     """The stream of a feed over a data set of this length."""
-    from datasets.order import Order, Stream
-
     return Stream(Order(records, seed=spec.seed, shuffle=spec.shuffle), spec.batch, spec.tail)
 
 
@@ -182,6 +182,7 @@ class BatchMaker:
             scratch = np.zeros((2, self.probe.layout.nbytes // 2), np.uint8)
             hashing.ordered(scratch)
             hashing.multiset(scratch.view(np.int64)[:, :1])
+            record_hashes([bytes(9)])
 
     def make(self, step: int, slot: Slot, *, index: int = -1, flags: int = 0) -> Made:
         """Make the batch of ``step`` into ``slot``; ``index`` and ``flags`` are only recorded.
@@ -240,7 +241,7 @@ class BatchMaker:
     @staticmethod
     def _hashes(records: Sequence[Record], slot: Slot, count: int) -> dict[str, int]:
         # One pass over the stored bytes serves both hashes: see the definitions in profiler.hashing.
-        each = np.array([hashing.ordered(record.value) for record in records], "<u8")
+        each = record_hashes([record.value for record in records])
         ids = slot.ids[:count]
         return {
             "ids": hashing.ordered(ids),
@@ -251,6 +252,19 @@ class BatchMaker:
         }
 
 
+def record_hashes(values: Sequence[bytes]) -> NDArray[np.uint64]:
+    """``hashing.ordered`` of each value, uint64[n], in one compiled call."""
+    from pipeline.kernels import hash_records  # numba loads here, at the first batch
+
+    buffers = [hashing.as_bytes(value) for value in values]
+    addresses = np.fromiter((buffer.__array_interface__["data"][0] for buffer in buffers), np.uint64, len(buffers))
+    if (addresses & np.uint64(7)).any():  # never for bytes objects
+        return np.array([hashing.ordered(buffer) for buffer in buffers], np.uint64)
+    hashes = np.empty(len(buffers), np.uint64)
+    hash_records(addresses, np.fromiter(map(len, buffers), np.uint64, len(buffers)), hashes)
+    return hashes
+
+
 def fill_hash(data: np.ndarray, labels: np.ndarray) -> int:
     """The hash ``fill`` (and ``device``, of the same arrays after the copy) of a batch: data, then labels."""
     return hashing.ordered_parts([data, labels])
@@ -258,9 +272,6 @@ def fill_hash(data: np.ndarray, labels: np.ndarray) -> int:
 
 def _decode(record: Record, color: Color) -> tuple[np.ndarray, Any]:
     """Image [C, H, W] and label of a record: an int, or float32[K] where the record has float_data beside its data."""
-    from datasets import datum as datums
-    from datasets import decode
-
     datum = datums.parse(record.value, record)
     image = decode.to_image(datum, record, color=color)
     if len(datum.data) and datum.float_data is not None:

@@ -13,7 +13,7 @@ from datasets import datum
 from datasets.order import Order, Stream
 from datasets.source import Record, Source
 from pipeline import philox
-from pipeline.maker import BatchMaker, LabelError, Layout, LocalReader, Made, Slot, fill_hash, probe
+from pipeline.maker import BatchMaker, LabelError, Layout, LocalReader, Made, Slot, fill_hash, probe, record_hashes
 from pipeline.spec import FeedSpec, TransformSpec
 from pipeline.transforms import TransformError
 from pipeline.worker import open_data
@@ -103,6 +103,15 @@ def test_hashes_are_those_of_the_definitions() -> None:
     again, _ = make(SPEC, 2)
     assert again.hashes == made.hashes
     assert make(replace(SPEC, fingerprints="off"), 2)[0].hashes == {}
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_record_hashes_are_ordered_hashes_whatever_the_length(offset: int) -> None:
+    rng = np.random.default_rng(1)
+    whole = [rng.integers(0, 256, size + offset).astype(np.uint8).tobytes() for size in [*range(20), 4099]]
+    values: list[Any] = [memoryview(value)[offset:] for value in whole]
+    assert record_hashes(values).tolist() == [hashing.ordered(value) for value in values]
+    assert len(set(record_hashes(values).tolist())) == len(values)
 
 
 def test_short_last_batch_fills_the_first_rows_only() -> None:
