@@ -27,10 +27,11 @@ _log = logging.getLogger(__name__)
 def run(config: Config, *, address: str | None = None) -> int:
     """Run a job; returns the exit code: 0, or 130 and 143 after SIGINT and SIGTERM.
 
-    ``address``: the Ray cluster to join. Raises :class:`StallscopeError` for whatever a person can act on; the run
-    folder then says ``failed`` and why, and holds a report of what was done.
+    ``address``: the Ray cluster to join. Raises :class:`StallscopeError` for whatever a person can act on. Once a step
+    has been done, the run folder then says ``failed`` and why, and holds a report; before that no folder is left.
     """
-    folder, found = runfolder.prepare(config)
+    place = runfolder.prepare(config)
+    folder, found = place.folder, place.found
     quiet = config.run.log_level in ("warning", "error")
     display = Display(found.snapshot.iteration if found.snapshot else 0, config.run.iterations or 0, quiet=quiet)
     for note in (*config.notes, *found.ignored):
@@ -44,6 +45,7 @@ def run(config: Config, *, address: str | None = None) -> int:
     with StopRequest() as stop:
         try:
             with Job(config, folder, found.snapshot, stop, display, address) as job:
+                place.settle()
                 display.start()
                 loop.train(job)
                 job.finish()
@@ -52,7 +54,9 @@ def run(config: Config, *, address: str | None = None) -> int:
             outcome = {"state": "interrupted", "signal": "SIGINT, twice: no snapshot was written"}
         except BaseException as error:
             display.stop()
-            _end(folder, {"state": "failed", "error": _in_words(error)}, job)
+            begun = job is not None and job.step > job.first_step
+            if begun or not place.undo():
+                _end(folder, {"state": "failed", "error": _in_words(error)}, job)
             raise
         display.stop()
         _end(folder, outcome, job)

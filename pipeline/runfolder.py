@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import platform
 import shutil
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -26,8 +27,33 @@ _PARTS = ("events", "fingerprints", "samples", "snapshots", "memory")
 _JOB_COPY = "runtime_resources/working_dir_files"  # where Ray unpacks the working directory of a submitted job
 
 
-def prepare(config: Config) -> tuple[Path, Found]:
+class Place(NamedTuple):
+    """Where a run goes. ``found``: the snapshot to go on from; ``aside``: where the run it replaces lies for now."""
+
+    folder: Path
+    found: Found
+    resumed: bool
+    aside: Path | None
+
+    def settle(self) -> None:
+        """The job has begun: what it replaces is not needed any more."""
+        if self.aside is not None:
+            shutil.rmtree(self.aside, ignore_errors=True)
+
+    def undo(self) -> bool:
+        """The job has not done one step: leave the folder as it was before. False where it must stay as it is."""
+        if self.resumed:
+            return False
+        shutil.rmtree(self.folder)
+        if self.aside is not None and self.aside.exists():
+            self.aside.rename(self.folder)
+        return True
+
+
+def prepare(config: Config) -> Place:
     """Make the run's folder ready as ``run.if_exists`` says; with ``resume``, the snapshot to go on from.
+
+    A run that is to be replaced is only moved aside: wrong input shall lose nothing.
 
     Raises :class:`UsageError` when the folder is in use by an earlier run and may not be touched, or is no run's.
     """
@@ -42,7 +68,7 @@ def prepare(config: Config) -> tuple[Path, Found]:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"run.folder: {folder} is a file", expected="a folder, or a path where none exists")
     used = folder.is_dir() and any(folder.iterdir())
-    found = Found(None)
+    found, aside = Found(None), None
     if used:
         _refuse_if_running(folder)
     if used and config.run.if_exists == "refuse":
@@ -60,7 +86,8 @@ def prepare(config: Config) -> tuple[Path, Found]:
                 found=", ".join(sorted(path.name for path in folder.iterdir())[:6]),
                 hint="choose another --run.folder, or empty it by hand",
             )
-        shutil.rmtree(folder)
+        aside = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
+        folder.rename(aside)
     elif used:
         found = checkpoint.latest(folder / "snapshots")
         last = config.run.iterations or 0
@@ -78,7 +105,7 @@ def prepare(config: Config) -> tuple[Path, Found]:
         raise UsageError(
             f"cannot make the run folder {folder}: {error.strerror}", hint="another --run.folder"
         ) from None
-    return folder, found
+    return Place(folder, found, used and aside is None, aside)
 
 
 def _is_run(folder: Path) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import logging
 import textwrap
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from pipeline.config import keys
 from pipeline.settings import load, parse_flags
@@ -44,11 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     cli.warn_if_shadowed()
     config = load(arguments.config, flags)
     logging.basicConfig(level=config.run.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    warnings.showwarning = _log_warning
 
     # What a job needs takes a second to import: only after its configuration is known to be fine.
     from pipeline.run import run
 
     return run(config, address=arguments.address)
+
+
+def _log_warning(message: Warning | str, category: type[Warning], *_where: Any, **_more: Any) -> None:
+    """A warning is for the person at the terminal: what it says, and not the line of our code that said it."""
+    logging.getLogger(category.__module__).warning("%s", message)
 
 
 def _list_keys() -> None:

@@ -90,6 +90,7 @@ def test_wrong_input_is_one_message_and_exit_code_2(
     data = [flag for flag in databases.flags("lmdb") if flag.partition("=")[0] not in given]
     flags = [*data, *SMALL] if EXAMPLE in arguments else []
     _check(*arguments, *flags, cwd=tmp_path, says=says)
+    assert not (tmp_path / "run").exists(), "the corrected job is not refused because of this one"
 
 
 def test_a_label_outside_of_the_nets_range(databases: Databases, tmp_path: Path) -> None:
@@ -98,6 +99,7 @@ def test_a_label_outside_of_the_nets_range(databases: Databases, tmp_path: Path)
     assert main(["idx", str(_idx(tmp_path, 10)), str(tmp_path / "bad_lmdb")]) == 0
     data = ["--data.train.source=bad_lmdb", databases.flags("lmdb")[1]]
     _check(EXAMPLE, *data, *SMALL, cwd=tmp_path, says=["label", "10"])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_used_run_folder_is_refused_and_a_foreign_folder_never_removed(databases: Databases, tmp_path: Path) -> None:
@@ -115,6 +117,16 @@ def test_a_cut_database_is_found_before_the_first_step(databases: Databases, tmp
     (tmp_path / "cut_lmdb" / "data.mdb").write_bytes(whole[: len(whole) // 2])
     data = ["--data.train.source=cut_lmdb", databases.flags("lmdb")[1]]
     _check(EXAMPLE, *data, *SMALL, cwd=tmp_path, says=["cut_lmdb", "copy"])
+
+
+def test_a_wrong_job_does_not_cost_the_run_it_would_replace(databases: Databases, tmp_path: Path) -> None:
+    job = [EXAMPLE, *databases.flags("lmdb"), *SMALL]
+    assert train(*job, "--run.iterations=2", cwd=tmp_path).code == 0
+    _check(*job, "--run.if_exists=replace", "--data.transform.crop=29", cwd=tmp_path, says=["at most 28"])
+    assert (tmp_path / "run" / "snapshots" / "iter_2.json").exists()
+    assert train(*job, "--run.if_exists=replace", "--run.iterations=3", cwd=tmp_path).code == 0
+    assert {path.stem for path in (tmp_path / "run" / "snapshots").iterdir()} == {"iter_3"}
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_another_stream_is_not_resumed(databases: Databases, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A folder that is not a run's is never removed."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,13 +36,26 @@ def test_replace_keeps_what_no_run_made(tmp_path: Path, files: dict[str, str]) -
 
 
 def test_replace_clears_a_run(tmp_path: Path) -> None:
-    folder, _ = runfolder.prepare(config(tmp_path / "run"))
-    runfolder.prepare(config(folder))  # it died before it wrote a manifest
+    folder = runfolder.prepare(config(tmp_path / "run")).folder
+    runfolder.prepare(config(folder)).settle()  # it died before it wrote a manifest
     store.write_manifest(folder, {"run": "old"})
     (folder / "report.html").write_text("old")
-    runfolder.prepare(config(folder))
+    place = runfolder.prepare(config(folder))
     assert not (folder / "report.html").exists()
     assert not (folder / "manifest.json").exists()
+    place.settle()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_job_that_never_began_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    place = runfolder.prepare(config(tmp_path / "run"))
+    assert place.undo()
+    assert list(tmp_path.iterdir()) == []
+    place = runfolder.prepare(config(tmp_path / "run"))
+    store.write_manifest(place.folder, {"run": "old"})
+    assert runfolder.prepare(config(place.folder)).undo()
+    assert json.loads((place.folder / "manifest.json").read_text())["run"] == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_job_copy_needs_an_absolute_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
