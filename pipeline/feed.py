@@ -73,7 +73,7 @@ class Batch:
         return self
 
     def release(self) -> None:
-        """Give the slot back; it may be filled again at once. Idempotent."""
+        """Give the slot back; it may be filled again at once. Idempotent. In the thread that takes the batches."""
         feed, self._feed = self._feed, None
         if feed is not None:
             feed._release(self)
@@ -129,7 +129,7 @@ class Feed:
         self._last: Batch | None = None
         self._first = True
         self._closed = False
-        self._delivered = self._items = self._wait_ns = 0
+        self._delivered = self._items = self._wait_ns = self._restarts = 0
 
     @classmethod
     def from_spec(cls, spec: FeedSpec, recorder: Recorder = NULL) -> Feed:
@@ -213,6 +213,7 @@ class Feed:
         self._last = None
         engine, self._engine = self._engine, None
         if engine is not None:
+            self._restarts = engine.restarts
             engine.close()
 
     def _started(self) -> Engine:
@@ -272,7 +273,7 @@ class Feed:
             "batches": self._delivered,
             "items": self._items,
             "wait_ns": self._wait_ns,
-            "restarts": engine.restarts if engine else 0,
+            "restarts": engine.restarts if engine else self._restarts,
             "workers": engine.pids if engine else [],
             "depth": self.spec.depth,
             "slots": engine.ring.counts() if engine else {},

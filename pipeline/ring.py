@@ -258,37 +258,35 @@ class Ring:
             self._workers[row]["heartbeat_ns"] = now
             if head["stop"]:
                 return Blocked.STOP
-            states = slots["state"]
-            redo = np.flatnonzero(states == State.REDO)
-            if redo.size:
-                slot = int(redo[np.argmin(slots["step"][redo])])
-                step = int(slots[slot]["step"])
+            states = slots["state"].tolist()  # plain integers: NumPy's scalars compare slowly with an enum
+            redo = State.REDO in states
+            if redo:
+                step, slot = min((int(slots["step"][at]), at) for at in range(self.depth) if states[at] == State.REDO)
             else:
                 step = int(head["next_step"])
                 slot = step % self.depth
                 if step >= head["stop_step"]:
-                    return Blocked.WORK if (states == State.FILLING).any() else Blocked.DONE
+                    return Blocked.WORK if State.FILLING in states else Blocked.DONE
                 if states[slot] != State.FREE:
                     return Blocked.SLOT
                 slots[slot]["redo"] = 0
             # A kill between any two of these lines leaves a consistent ring, see reclaim().
-            slots["claimed_ns"][slot] = now
-            slots["owner"][slot] = row
-            slots["step"][slot] = step
-            slots["state"][slot] = State.FILLING
+            entry = slots[slot]
+            entry["claimed_ns"], entry["owner"], entry["step"] = now, row, step
+            entry["state"] = int(State.FILLING)
             self._workers[row]["step"] = step
-            if not redo.size:
+            if not redo:
                 head["next_step"] = step + 1
             more = states[(step + 1) % self.depth] == State.FREE
         if more:  # the byte that woke us may have stood for two free slots
             self._wake(self._free)
-        return Claim(step, slot, bool(redo.size))
+        return Claim(step, slot, redo)
 
     def ready(self, row: int, claim: Claim, *, items: int, epoch: int, hashes: dict[str, int]) -> int:
         """FILLING → READY; returns the time of it (monotonic ns). Raises :class:`RingError` if the claim is lost."""
         with self._locked():
             slot = self._slots[claim.slot]
-            if slot["state"] != State.FILLING or slot["owner"] != row or slot["step"] != claim.step:
+            if (int(slot["state"]), int(slot["owner"]), int(slot["step"])) != (State.FILLING, row, claim.step):
                 raise RingError(
                     f"worker {row} finished step {claim.step} in slot {claim.slot}, which it does not hold",
                     expected=f"FILLING, step {claim.step}, worker {row}",
@@ -297,7 +295,7 @@ class Ring:
             now = time.monotonic_ns()
             slot["items"], slot["epoch"], slot["ready_ns"] = items, epoch, now
             slot["hashes"] = [hashes.get(name, 0) for name in HASHES]
-            slot["state"] = State.READY
+            slot["state"] = int(State.READY)
             self._workers[row]["step"], self._workers[row]["heartbeat_ns"] = -1, now
         self._wake(self._ready)
         return now
@@ -322,11 +320,11 @@ class Ring:
     def is_ready(self, step: int) -> bool:
         """Whether the batch of ``step`` waits in its slot. Takes no lock."""
         slot = self._slots[step % self.depth]
-        return bool(slot["state"] == State.READY and slot["step"] == step)
+        return int(slot["state"]) == State.READY and int(slot["step"]) == step
 
     def is_leased(self, step: int) -> bool:
         """Whether the slot that ``step`` needs is still with the consumer, for an earlier step. Takes no lock."""
-        return bool(self._slots[step % self.depth]["state"] == State.LEASED)
+        return int(self._slots[step % self.depth]["state"]) == State.LEASED
 
     def lease(self, step: int) -> Ready:
         """READY → LEASED: the consumer reads the slot from now on. Raises :class:`RingError` if it is not ready."""
@@ -334,7 +332,7 @@ class Ring:
         with self._locked():
             slot = self._slots[index]
             self._expect(index, State.READY, step)
-            slot["state"] = State.LEASED
+            slot["state"] = int(State.LEASED)
             return Ready(
                 step, index, int(slot["items"]), int(slot["epoch"]), int(slot["owner"]), int(slot["ready_ns"]),
                 dict(zip(HASHES, slot["hashes"].tolist(), strict=True)),
@@ -348,7 +346,7 @@ class Ring:
             if self._header[0]["poison"]:
                 self._payload[index] = 0xFF
             self._slots[index]["owner"] = -1
-            self._slots[index]["state"] = State.FREE
+            self._slots[index]["state"] = int(State.FREE)
             self._header[0]["released"] += 1
         self._wake(self._free)
 
@@ -407,8 +405,8 @@ class Ring:
 
     def counts(self) -> dict[str, int]:
         """How many slots are in each state, by lower-case name."""
-        states = self._slots["state"]
-        return {state.name.lower(): int((states == state).sum()) for state in State}
+        states = self._slots["state"].tolist()
+        return {state.name.lower(): states.count(state) for state in State}
 
     def worker(self, row: int) -> tuple[int, int, int, bool]:
         """(pid, heartbeat_ns, step, ended) of a row; pid 0 where nobody has entered, step -1 where none is made."""
@@ -419,7 +417,7 @@ class Ring:
 
     def _expect(self, index: int, state: State, step: int) -> None:
         slot = self._slots[index]
-        if slot["state"] != state or slot["step"] != step:
+        if int(slot["state"]) != state or int(slot["step"]) != step:
             raise RingError(
                 f"slot {index} of the ring is not in the state this call needs",
                 expected=f"{state.name}, step {step}",
