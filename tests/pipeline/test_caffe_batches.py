@@ -36,7 +36,7 @@ def test_first_batch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     database, transform = CASES[case]
     with np.load("tests/data/datalayer_caffe.npz") as file:
         expected, labels = file[f"{case}/data"], file[f"{case}/labels"]
-        draws = file[f"{case}/draws"] if f"{case}/draws" in file else None
+        draws = file.get(f"{case}/draws")
     if draws is not None:
         caffes = philox.Draws(draws[:, 0].astype(bool), draws[:, 1], draws[:, 2])
         monkeypatch.setattr(philox, "draw", lambda *_, **__: caffes)
