@@ -95,7 +95,7 @@ class Crew:
         self.restarts = 0
         self._batch_of = batch_of
         self._errors: dict[int, BaseException] = {}  # by the step that failed, -1: before any step
-        ring.on_lock_held = self._end_lock_holder
+        ring.lock.on_kept = self._end_lock_holder
         self._members = [_Member(row, launcher.launch(row)) for row in range(workers)]
 
     @property
@@ -123,6 +123,13 @@ class Crew:
                 raise FeedError(f"all workers have ended and none has made step {step}", found=str(self.ring.counts()))
         if failed is not None:
             raise failed
+
+    def notice(self) -> None:
+        """Replace workers that have died while the consumer found its batches ready. Costs microseconds."""
+        for member in self._members:
+            self._meet(member)
+            if member.process is not None and not member.process.alive and not self.ring.worker(member.row)[3]:
+                self._lost(member, "died")
 
     def close(self, patience_s: float = 5.0) -> None:
         """End all workers and wait until their processes are gone. The ring must have been stopped."""

@@ -119,6 +119,7 @@ class CrewEngine:
         return self._crew.pids
 
     def get(self, step: int) -> Ready:
+        self._crew.notice()
         waited_s = 0.0
         while not self.ring.is_ready(step):
             _not_held(self.ring, step)

@@ -23,23 +23,17 @@ This file knows nothing of records, images or Ray: a slot's payload is ``slot_by
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import select
-import struct
-import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from pathlib import Path
 
 import numpy as np
-import psutil
 
 from pipeline.process import Process
-from profiler.errors import StallscopeError
+from pipeline.shared import RecordLock, RingError, allocate, drain, wake, wake_pipe
 
 VERSION = 1
 MAX_WORKERS = 256
@@ -50,7 +44,6 @@ HASHES = ("ids", "ids_set", "raw", "raw_set", "fill")
 
 _MAGIC = int.from_bytes(b"STLLRING", "little")
 _PAGE = mmap.PAGESIZE
-_LOCK_PATIENCE_S = 5.0  # the lock is held for microseconds; a holder that keeps it longer is stopped or hung
 
 _HEADER = np.dtype(
     [
@@ -105,10 +98,6 @@ class Blocked(Enum):
     STOP = "the ring is being closed"
 
 
-class RingError(StallscopeError):
-    """A rule of the ring was broken, or the ring cannot be made."""
-
-
 @dataclass(frozen=True)
 class RingAddress:
     """How to find a ring from another process of the same host."""
@@ -145,10 +134,8 @@ class Ring:
 
     def __init__(self, address: RingAddress, fds: tuple[int, int, int], created: bool) -> None:
         self.address = address
-        self.created = created
-        self.on_lock_held: Callable[[int], None] | None = None
-        """Called in the consumer with the pid of a process that keeps the lock; must end that process."""
         self._memory, self._ready, self._free = fds
+        self.lock = RecordLock(self._memory, patient=not created)
         self._map = mmap.mmap(self._memory, address.nbytes)
         self._header = np.frombuffer(self._map, _HEADER, 1)[0:1]
         if created:
@@ -177,18 +164,9 @@ class Ring:
         """
         slot_bytes = -(-slot_bytes // _PAGE) * _PAGE
         nbytes = _payload_offset(depth) + depth * slot_bytes
-        # The kernel does not refuse a memfd that is too large: it starts to kill processes. So look first.
-        room = _available_bytes()
-        if nbytes > room:
-            raise _no_room(depth, slot_bytes, nbytes, f"{room / 2**20:,.1f} MiB available")
-        memory = os.memfd_create("stallscope-ring", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(memory, 0, nbytes)
-        except OSError as error:
-            os.close(memory)
-            raise _no_room(depth, slot_bytes, nbytes, error.strerror or str(error)) from error
-        # Opened for reading and writing, each pipe needs one descriptor only and never reports a hang-up.
-        ready, free = _pipe(), _pipe()
+        what = f"the ring: {depth} slots of {slot_bytes / 2**20:,.1f} MiB"
+        memory = allocate("stallscope-ring", nbytes, what)
+        ready, free = wake_pipe(), wake_pipe()
         ring = cls(RingAddress(os.getpid(), memory, ready, free, nbytes), (memory, ready, free), created=True)
         ring._header[0] = (
             _MAGIC, VERSION, depth, slot_bytes, start_step, NO_STOP if stop_step is None else stop_step, 0, 0, poison,
@@ -222,7 +200,6 @@ class Ring:
         self._slots = np.frombuffer(self._map, _SLOT, depth, _PAGE + MAX_WORKERS * _WORKER.itemsize)
         payload = np.frombuffer(self._map, np.uint8, depth * slot_bytes, _payload_offset(depth))
         self._payload = payload.reshape(depth, slot_bytes)
-        self._threads = threading.Lock()  # record locks belong to a process and do not keep its threads apart
 
     def close(self) -> None:
         """Give mapping and descriptors back. Idempotent. A user's arrays keep the memory until they go."""
@@ -245,7 +222,7 @@ class Ring:
 
     def enter(self, row: int) -> None:
         """Take a worker's row. From here on the consumer counts on this process."""
-        with self._locked():
+        with self.lock:
             if self._workers[row]["pid"]:
                 raise RingError(f"row {row} of the ring belongs to process {self._workers[row]['pid']}")
             self._workers[row] = (os.getpid(), time.monotonic_ns(), -1, 0)
@@ -253,7 +230,7 @@ class Ring:
     def claim(self, row: int) -> Claim | Blocked:
         """The next step to make and its slot, now FILLING; or why there is none. A lost worker's steps come first."""
         now = time.monotonic_ns()
-        with self._locked():
+        with self.lock:
             head, slots = self._header[0], self._slots
             self._workers[row]["heartbeat_ns"] = now
             if head["stop"]:
@@ -279,12 +256,12 @@ class Ring:
                 head["next_step"] = step + 1
             more = states[(step + 1) % self.depth] == State.FREE
         if more:  # the byte that woke us may have stood for two free slots
-            self._wake(self._free)
+            wake(self._free)
         return Claim(step, slot, redo)
 
     def ready(self, row: int, claim: Claim, *, items: int, epoch: int, hashes: dict[str, int]) -> int:
         """FILLING → READY; returns the time of it (monotonic ns). Raises :class:`RingError` if the claim is lost."""
-        with self._locked():
+        with self.lock:
             slot = self._slots[claim.slot]
             if (int(slot["state"]), int(slot["owner"]), int(slot["step"])) != (State.FILLING, row, claim.step):
                 raise RingError(
@@ -297,13 +274,13 @@ class Ring:
             slot["hashes"] = [hashes.get(name, 0) for name in HASHES]
             slot["state"] = int(State.READY)
             self._workers[row]["step"], self._workers[row]["heartbeat_ns"] = -1, now
-        self._wake(self._ready)
+        wake(self._ready)
         return now
 
     def leave(self, row: int) -> None:
         """Say that this worker ends by itself, and wake the consumer to look at how."""
         self._workers[row]["ended"] = 1
-        self._wake(self._ready)
+        wake(self._ready)
 
     def wait_free(self, trainer: Process, timeout_s: float = POLL_S) -> bool:
         """Sleep until a slot may have become free; False when the trainer's process has ended."""
@@ -312,7 +289,7 @@ class Ring:
         if trainer.fileno() >= 0:
             poll.register(trainer.fileno(), select.POLLIN)
         poll.poll(timeout_s * 1e3)
-        _drain(self._free)
+        drain(self._free)
         return trainer.alive
 
     # -- the consumer's side ---------------------------------------------------------------------------------
@@ -329,7 +306,7 @@ class Ring:
     def lease(self, step: int) -> Ready:
         """READY → LEASED: the consumer reads the slot from now on. Raises :class:`RingError` if it is not ready."""
         index = step % self.depth
-        with self._locked():
+        with self.lock:
             slot = self._slots[index]
             self._expect(index, State.READY, step)
             slot["state"] = int(State.LEASED)
@@ -341,14 +318,14 @@ class Ring:
     def release(self, step: int) -> None:
         """LEASED → FREE, and wake the workers. Raises :class:`RingError` for a slot that is not leased to ``step``."""
         index = step % self.depth
-        with self._locked():
+        with self.lock:
             self._expect(index, State.LEASED, step)
             if self._header[0]["poison"]:
                 self._payload[index] = 0xFF
             self._slots[index]["owner"] = -1
             self._slots[index]["state"] = int(State.FREE)
             self._header[0]["released"] += 1
-        self._wake(self._free)
+        wake(self._free)
 
     def wait_ready(self, timeout_s: float = POLL_S, *, also: tuple[int, ...] = ()) -> None:
         """Sleep until a batch may have become ready, or a descriptor in ``also`` is readable."""
@@ -356,7 +333,7 @@ class Ring:
         for fd in (self._ready, *also):
             poll.register(fd, select.POLLIN)
         poll.poll(timeout_s * 1e3)
-        _drain(self._ready)
+        drain(self._ready)
 
     def reclaim(self, row: int, process: Process) -> int | None:
         """Take back what a dead worker was filling; returns its step, or None if it held nothing.
@@ -367,7 +344,7 @@ class Ring:
         if process.alive:
             raise RingError(f"process {process.pid} is alive: its slots cannot be given to another worker")
         lost = None
-        with self._locked():
+        with self.lock:
             for slot in np.flatnonzero((self._slots["state"] == State.FILLING) & (self._slots["owner"] == row)):
                 if self._slots["step"][slot] >= self._header[0]["next_step"]:
                     self._slots["state"][slot] = State.FREE  # killed inside claim(): the cursor never moved
@@ -377,21 +354,15 @@ class Ring:
                 self._slots["owner"][slot] = -1
                 self._slots["state"][slot] = State.REDO
             self._workers[row] = (0, 0, -1, 0)
-        self._wake(self._free)
+        wake(self._free)
         return lost
 
     def stop(self) -> None:
         """Tell all workers to end as soon as they look."""
         self._header[0]["stop"] = 1
         for _ in range(MAX_WORKERS):
-            if not self._wake(self._free):
+            if not wake(self._free):
                 break
-
-    def lock_holder(self) -> int:
-        """Pid of the process that holds the lock at this moment, 0 for none (or for this process)."""
-        asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
-        kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(self._memory, fcntl.F_GETLK, asked))
-        return 0 if kind == fcntl.F_UNLCK else pid
 
     # -- for looking at it -----------------------------------------------------------------------------------
 
@@ -424,78 +395,6 @@ class Ring:
                 found=f"{State(slot['state']).name}, step {slot['step']}",
             )
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self._threads:
-            if self.created:
-                self._lock_with_patience()
-            else:
-                fcntl.lockf(self._memory, fcntl.LOCK_EX, 1)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self._memory, fcntl.LOCK_UN, 1)
-
-    def _lock_with_patience(self) -> None:
-        """The consumer must not wait for ever for a worker that was stopped while it held the lock."""
-        deadline = time.monotonic() + _LOCK_PATIENCE_S
-        while True:
-            try:
-                fcntl.lockf(self._memory, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-                return
-            except BlockingIOError:
-                if time.monotonic() < deadline:
-                    time.sleep(20e-6)
-                    continue
-            holder = self.lock_holder()
-            if holder and self.on_lock_held is None:
-                raise RingError(f"process {holder} has kept the lock of the ring for {_LOCK_PATIENCE_S:g} s")
-            if holder and self.on_lock_held is not None:
-                self.on_lock_held(holder)
-            deadline = time.monotonic() + _LOCK_PATIENCE_S
-
-    @staticmethod
-    def _wake(fd: int) -> bool:
-        try:
-            os.write(fd, b"\0")
-        except BlockingIOError:  # full: whoever waits is awake already
-            return False
-        return True
-
 
 def _payload_offset(depth: int) -> int:
     return -(-(_PAGE + MAX_WORKERS * _WORKER.itemsize + depth * _SLOT.itemsize) // _PAGE) * _PAGE
-
-
-def _pipe() -> int:
-    read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    both = os.open(f"/proc/self/fd/{read}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-    os.close(read)
-    os.close(write)
-    return both
-
-
-def _drain(fd: int) -> None:
-    with contextlib.suppress(BlockingIOError):
-        os.read(fd, 65_536)
-
-
-def _available_bytes() -> int:
-    """Memory that can be taken now: of the host, or of the control group where that is less."""
-    room = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError, KeyError):  # no such files, or "max": no limit
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        room = min(room, limit - used + int(fields["inactive_file"]))  # page cache is given up when needed
-    return max(0, room)
-
-
-def _no_room(depth: int, slot_bytes: int, nbytes: int, found: str) -> RingError:
-    return RingError(
-        f"no memory for the ring: {depth} slots of {slot_bytes / 2**20:,.1f} MiB",
-        expected=f"{nbytes / 2**20:,.1f} MiB free",
-        found=found,
-        hint="a smaller feed.depth or batch, or more memory for this container",
-    )

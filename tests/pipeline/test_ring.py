@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pipeline import ring as rings
+from pipeline import shared
 from pipeline.process import Process
 from pipeline.ring import Blocked, Claim, Ring, RingAddress, RingError
 from profiler.errors import StallscopeError
@@ -224,9 +224,9 @@ def test_a_kill_inside_claim_counts_only_when_the_cursor_has_moved(ring: Ring, m
 def test_consumer_gets_past_a_worker_stopped_with_the_lock(
     ring: Ring, spawn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rings, "_LOCK_PATIENCE_S", 0.2)
+    monkeypatch.setattr(shared, "PATIENCE_S", 0.2)
     holder = spawn(functions.hold_lock, ring.address)
-    until(lambda: ring.lock_holder() == holder.pid)
+    until(lambda: ring.lock.holder() == holder.pid)
     with pytest.raises(RingError, match=f"process {holder.pid} has kept the lock"):
         ring.enter(0)
     ended: list[int] = []
@@ -235,7 +235,7 @@ def test_consumer_gets_past_a_worker_stopped_with_the_lock(
         ended.append(pid)
         Process(pid).kill()
 
-    ring.on_lock_held = end
+    ring.lock.on_kept = end
     ring.enter(0)
     assert ended == [holder.pid]
     assert claim(ring).step == 0

@@ -1,0 +1,144 @@
+"""What the kernel gives to a ring: memory without a name, a lock that dies with its holder, pipes that only wake."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from profiler.errors import StallscopeError
+
+PATIENCE_S = 5.0
+"""The ring's lock is held for microseconds; a holder that keeps it for so long is stopped or hung."""
+
+
+class RingError(StallscopeError):
+    """A rule of the ring was broken, or the ring cannot be made."""
+
+
+def allocate(name: str, nbytes: int, what: str) -> int:
+    """A memfd of ``nbytes`` with all pages reserved, so that nobody dies of SIGBUS later.
+
+    Raises :class:`RingError` naming ``what`` and the memory needed where there is not enough.
+    """
+    # The kernel does not refuse a memfd that is too large: it starts to kill processes. So look first.
+    room = available_bytes()
+    if nbytes > room:
+        raise _no_room(what, nbytes, f"{room / 2**20:,.1f} MiB available")
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        os.close(fd)
+        raise _no_room(what, nbytes, error.strerror or str(error)) from error
+    return fd
+
+
+def available_bytes() -> int:
+    """Memory that can be taken now: of the host, or of the control group where that is less."""
+    room = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no such files, or "max": no limit
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        room = min(room, limit - used + int(fields["inactive_file"]))  # page cache is given up when needed
+    return max(0, room)
+
+
+def _no_room(what: str, nbytes: int, found: str) -> RingError:
+    return RingError(
+        f"no memory for {what}",
+        expected=f"{nbytes / 2**20:,.1f} MiB free",
+        found=found,
+        hint="a smaller feed.depth or batch, or more memory for this container",
+    )
+
+
+class RecordLock:
+    """An exclusive ``fcntl`` lock on a shared file; a context manager. The kernel releases it when its holder dies.
+
+    Parameters
+    ----------
+    fd: the file. The process must not close any other descriptor of it while it holds the lock (POSIX would drop it).
+    patient: wait for ever. The other kind asks what to do after :data:`PATIENCE_S`: it must never wait endlessly for
+        a process that was stopped while it held the lock.
+    """
+
+    def __init__(self, fd: int, *, patient: bool) -> None:
+        self._fd, self._patient = fd, patient
+        self._threads = threading.Lock()  # record locks belong to a process and do not keep its threads apart
+        self.on_kept: Callable[[int], None] | None = None
+        """Called with the pid of a process that keeps the lock; must end that process. None: it is an error."""
+
+    def __enter__(self) -> None:
+        self._threads.acquire()
+        try:
+            if self._patient:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX, 1)
+            else:
+                self._acquire_or_ask()
+        except BaseException:
+            self._threads.release()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
+        self._threads.release()
+
+    def holder(self) -> int:
+        """Pid of another process that holds the lock at this moment, 0 for none."""
+        asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+        kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))
+        return 0 if kind == fcntl.F_UNLCK else pid
+
+    def _acquire_or_ask(self) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+                return
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(20e-6)
+                    continue
+            holder = self.holder()
+            if holder and self.on_kept is None:
+                raise RingError(f"process {holder} has kept the lock of the ring for {PATIENCE_S:g} s")
+            if holder and self.on_kept is not None:
+                self.on_kept(holder)
+            deadline = time.monotonic() + PATIENCE_S
+
+
+def wake_pipe() -> int:
+    """A pipe as one descriptor, for reading and writing: it never reports a hang-up. Non-blocking."""
+    read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    both = os.open(f"/proc/self/fd/{read}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    os.close(read)
+    os.close(write)
+    return both
+
+
+def wake(fd: int) -> bool:
+    """Wake whoever sleeps on the pipe; False when it is full: whoever waits is awake already."""
+    try:
+        os.write(fd, b"\0")
+    except BlockingIOError:
+        return False
+    return True
+
+
+def drain(fd: int) -> None:
+    """Forget the wake-ups so far."""
+    with contextlib.suppress(BlockingIOError):
+        os.read(fd, 65_536)
