@@ -119,7 +119,8 @@ class Job:
         write(batch.step, "raw", hashes["raw"], hashes["raw_set"])
         write(batch.step, "fill", hashes["fill"])
         on_device = [self.device.backend.to_numpy(array) for array in arrays.values()]
-        write(batch.step, "device", hashing.ordered_parts(on_device))
+        stayed = [] if len(on_device) > 1 else [batch.labels]  # "fill" covers the labels, used by the net or not
+        write(batch.step, "device", hashing.ordered_parts([*on_device, *stayed]))
 
     def fingerprint_outcome(self, loss: float) -> None:
         """With ``fingerprints: step``, log the hashes of the loss and of the parameters after the update."""

@@ -28,8 +28,7 @@ def train(job: Job) -> None:
 
             with record.span(Stage.HOST, step=step):
                 upload = device.upload(job.inputs(batch), step=step, epoch=batch.epoch, slot=batch.slot)
-            upload.wait()
-            with record.span(Stage.HOST, step=step):
+                upload.wait()  # the device records how long: Stage.H2D
                 job.fingerprint_inputs(batch, upload.arrays)
                 batch.release()  # its slot may be filled again: the device has its own copy
 

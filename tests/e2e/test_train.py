@@ -28,7 +28,7 @@ def _check_partition(folder: Path) -> dict[str, Any]:
     assert timeline.step.tolist() == list(range(document["steps"]))
     whole_ns = int(timeline.t1_ns[-1] - timeline.t0_ns[0])
     assert timeline.wall_ns.sum() == pytest.approx(whole_ns, rel=0.01), "steps follow each other without gaps"
-    assert document["partition"]["unattributed"] <= 0.01 * document["wall_s"]
+    assert document["partition"]["unattributed"] <= 0.03 * document["wall_s"]
     return document
 
 
