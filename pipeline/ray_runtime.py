@@ -6,6 +6,7 @@ What we started is stopped on every way out; a cluster that was only joined is l
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -74,7 +75,8 @@ def _connect(address: str | None, num_cpus: int | None) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Ray about itself: nothing a user of ours can act on
             if address is not None:
-                ray.init(address=address, runtime_env={"env_vars": variables}, **quiet)
+                wanted = {name: value for name, value in variables.items() if name not in _set_by_job()}
+                ray.init(address=address, runtime_env={"env_vars": wanted}, **quiet)
                 return
             # The environment of a Ray of our own is what its workers inherit; that spares them a runtime_env.
             with _environment({**variables, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}):
@@ -101,6 +103,15 @@ def worker_environment() -> dict[str, str]:
     folders = [root, os.getcwd(), *(path for path in sys.path if path), *os.environ.get("PYTHONPATH", "").split(":")]
     path = ":".join(dict.fromkeys(folder for folder in folders if folder))
     return {"PYTHONPATH": path, **dict.fromkeys(_ONE_THREAD, "1")}
+
+
+def _set_by_job() -> set[str]:
+    """Variables that ``ray job submit`` was told to set: Ray refuses to have them set a second time."""
+    try:
+        job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    except ValueError:
+        return set()
+    return set((job.get("runtime_env") or {}).get("env_vars") or {})
 
 
 @contextlib.contextmanager

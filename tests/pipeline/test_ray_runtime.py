@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import ray_runtime
+from pipeline.crew import FeedError
+
+
+class FakeRay:
+    """Notes what it is asked for."""
+
+    def __init__(self, error: Exception | None = None, up: bool = False) -> None:
+        self.error, self.up = error, up
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.seen: dict[str, str] = {}
+
+    def is_initialized(self) -> bool:
+        return self.up
+
+    def init(self, **options: Any) -> None:
+        self.calls.append(("init", options))
+        self.seen = dict(os.environ)
+        if self.error:
+            raise self.error
+
+    def shutdown(self) -> None:
+        self.calls.append(("shutdown", {}))
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, fake: FakeRay) -> FakeRay:
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    return fake
+
+
+def test_a_ray_of_our_own_is_stopped_on_every_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use(monkeypatch, FakeRay())
+    before = dict(os.environ)
+    with pytest.raises(KeyboardInterrupt), ray_runtime.running(num_cpus=3):
+        raise KeyboardInterrupt
+    assert [name for name, _ in fake.calls] == ["init", "shutdown"]
+    options = fake.calls[0][1]
+    assert (options["address"], options["num_cpus"], options["include_dashboard"]) == ("local", 3, False)
+    assert fake.seen["OMP_NUM_THREADS"] == fake.seen["NUMBA_NUM_THREADS"] == "1"
+    assert str(Path.cwd()) in fake.seen["PYTHONPATH"].split(":")
+    assert dict(os.environ) == before  # the trainer's own environment is as it was
+
+
+def test_one_that_is_up_is_neither_started_nor_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use(monkeypatch, FakeRay(up=True))
+    with ray_runtime.running(address="auto"):
+        pass
+    assert fake.calls == []
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_a_cluster_is_joined_with_the_workers_environment(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    fake = use(monkeypatch, FakeRay())
+    if how == "environment":
+        monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    with ray_runtime.running(address="auto" if how == "argument" else None):
+        pass
+    options = fake.calls[0][1]
+    assert options["address"] == "auto"
+    assert "num_cpus" not in options
+    assert options["runtime_env"]["env_vars"]["OPENBLAS_NUM_THREADS"] == "1"
+
+
+def test_what_a_submitted_job_sets_is_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use(monkeypatch, FakeRay())
+    job = {"runtime_env": {"working_dir": "gcs://x", "env_vars": {"PYTHONPATH": "/elsewhere"}}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
+    with ray_runtime.running(address="auto"):
+        pass
+    variables = fake.calls[0][1]["runtime_env"]["env_vars"]
+    assert "PYTHONPATH" not in variables
+    assert variables["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("address", "text"), [("auto", "cannot join the Ray cluster at 'auto'"), (None, "cannot start Ray on this machine")]
+)
+def test_a_failure_is_one_readable_error(monkeypatch: pytest.MonkeyPatch, address: str | None, text: str) -> None:
+    use(monkeypatch, FakeRay(ConnectionError("nobody there")))
+    with pytest.raises(FeedError, match=text) as caught, ray_runtime.running(address=address):
+        pass
+    assert "nobody there" in str(caught.value)
