@@ -263,6 +263,13 @@ class Job:
         """Shapes of the net's inputs in a phase, and their names, which :meth:`_named` uses from then on."""
         from gpu.prototxt import data_layers, filter_net, load_net
 
+        tail, batch = self.config.source(phase).tail, feed.shape[0]
+        if tail == "partial" and feed.records % batch:
+            raise UsageError(
+                f"not supported in this version: data.{phase.lower()}.tail: partial with a net, which keeps one size",
+                expected="tail: wrap or drop, or a batch that divides the number of records",
+                found=f"{feed.records} records in batches of {batch}: the last one has {feed.records % batch}",
+            )
         net = str(self.config.net)
         layers = data_layers(net, phase)
         if layers:

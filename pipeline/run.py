@@ -42,6 +42,7 @@ def run(config: Config, *, address: str | None = None) -> int:
     pools = blas_threads(config.device.blas_threads)
     store.write_manifest(folder, {**_manifest(config, folder, found.ignored), "blas": [vars(pool) for pool in pools]})
     job: Job | None = None
+    recorded = config.profile.detail != "off"
     with StopRequest() as stop:
         try:
             with Job(config, folder, found.snapshot, stop, display, address) as job:
@@ -56,11 +57,11 @@ def run(config: Config, *, address: str | None = None) -> int:
             display.stop()
             begun = job is not None and job.step > job.first_step
             if begun or not place.undo():
-                _end(folder, {"state": "failed", "error": _in_words(error)}, job)
+                _end(folder, {"state": "failed", "error": _in_words(error)}, job, recorded)
             raise
         display.stop()
-        _end(folder, outcome, job)
-        _summary(folder, display, job)
+        _end(folder, outcome, job, recorded)
+        _summary(folder, display, job, recorded)
         return stop.exit_code
 
 
@@ -78,12 +79,14 @@ def _manifest(config: Config, folder: Path, ignored: list[str]) -> dict[str, Any
     }
 
 
-def _end(folder: Path, outcome: dict[str, Any], job: Job | None) -> None:
+def _end(folder: Path, outcome: dict[str, Any], job: Job | None, recorded: bool) -> None:
     """Say how the run ended, merge its event streams and write its report. Nothing here hides how it ended."""
     if job is not None:
         outcome = {**outcome, "step": job.step, "loss": job.last_loss}
         store.update_manifest(folder, tests=job.test_results, feed=job.feed_stats)
     store.update_manifest(folder, outcome=outcome, ended_wall_ns=time.time_ns())
+    if not recorded:
+        return
     try:
         from profiler.report import write_default
 
@@ -93,11 +96,13 @@ def _end(folder: Path, outcome: dict[str, Any], job: Job | None) -> None:
         _log.warning("no report was written: %s; python -m profiler.report %s tries again", error, folder)
 
 
-def _summary(folder: Path, display: Display, job: Job | None) -> None:
+def _summary(folder: Path, display: Display, job: Job | None, recorded: bool) -> None:
     from profiler.report import summarise
 
     display.say("")
-    display.say(summarise(folder))
+    display.say(
+        summarise(folder) if recorded else "profile.detail is off: nothing was recorded, so there is no report."
+    )
     files = {"report": folder / "report.html", "figures": folder / "report.json", "run folder": folder}
     if job is not None and not job.config.only_feeds:
         files["weights"] = folder / "snapshots" / f"iter_{job.step}.caffemodel"

@@ -135,7 +135,7 @@ def test_a_slow_feed_shows_the_stall_where_it_is(tmp_path: Path, engine: str) ->
     """40 ms of a user's transform before a step of 20 ms: the wait is 40 ms inline, and 20 ms beside a worker."""
     done = train(
         *FEED_ONLY, "--data.train.batch=1", f"--feed.engine={engine}", "--feed.workers=1", "--run.iterations=80",
-        "--data.transform.python=slow:sleep", cwd=tmp_path,
+        "--data.transform.python=user_transforms:sleep", cwd=tmp_path,
     )  # fmt: skip
     assert done.code == 0, done.err + done.out
     document = _check_partition(tmp_path / "run")

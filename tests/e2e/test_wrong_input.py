@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import EXAMPLE, Databases, train
+from tests.e2e.conftest import EXAMPLE, Databases, manifest, report, train
 
 NET = EXAMPLE.with_name("lenet_train_test.prototxt").read_text()
 SOLVER = EXAMPLE.with_name("lenet_solver.prototxt").read_text()
@@ -22,11 +22,11 @@ def _without_data_layers(net: str) -> str:
     return net[:first] + inputs + net[last:]
 
 
-def _idx(folder: Path, label: int) -> Path:
-    """A tiny MNIST in idx files with one label of every record."""
-    images, labels = folder / "bad-images-idx3-ubyte", folder / "bad-labels-idx1-ubyte"
-    images.write_bytes(struct.pack(">4i", 2051, 16, 28, 28) + bytes(16 * 28 * 28))
-    labels.write_bytes(struct.pack(">2i", 2049, 16) + bytes([label]) * 16)
+def _idx(folder: Path, labels: bytes) -> Path:
+    """A tiny MNIST in idx files with these labels."""
+    images = folder / "bad-images-idx3-ubyte"
+    images.write_bytes(struct.pack(">4i", 2051, len(labels), 28, 28) + bytes(len(labels) * 28 * 28))
+    (folder / "bad-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, len(labels)) + labels)
     return images
 
 
@@ -57,6 +57,7 @@ def _check(*arguments: str | Path, cwd: Path, says: list[str]) -> None:
         ([EXAMPLE, "--trainers=2"], ["not supported in this version: trainers: 2"]),
         ([EXAMPLE, "--data.order.emit=arrival"], ["not supported in this version: data.order.emit: arrival"]),
         ([EXAMPLE, "--data.train.backend=leveldb"], ["LMDB", "LEVELDB"]),
+        ([EXAMPLE, "--data.train.tail=partial", "--data.train.batch=64"], ["tail: partial", "the last one has 32"]),
         ([EXAMPLE, "--data.transform.crop=29"], ["crop", "at most 28"]),
         ([EXAMPLE, "--data.transform.mean_value=[1,2,3]"], ["mean_value", "1 channel"]),
         ([EXAMPLE, "--data.transform.python=nothere:f"], ["transform.python", "nothere"]),
@@ -88,7 +89,8 @@ def test_wrong_input_is_one_message_and_exit_code_2(
     (tmp_path / "no_data.yaml").write_text("net: plain.prototxt\nsolver: plain_solver.prototxt\n")
     given = {str(word).partition("=")[0] for word in arguments}
     data = [flag for flag in databases.flags("lmdb") if flag.partition("=")[0] not in given]
-    flags = [*data, *SMALL] if EXAMPLE in arguments else []
+    small = [flag for flag in SMALL if flag.partition("=")[0] not in given]
+    flags = [*data, *small] if EXAMPLE in arguments else []
     _check(*arguments, *flags, cwd=tmp_path, says=says)
     assert not (tmp_path / "run").exists(), "the corrected job is not refused because of this one"
 
@@ -96,10 +98,34 @@ def test_wrong_input_is_one_message_and_exit_code_2(
 def test_a_label_outside_of_the_nets_range(databases: Databases, tmp_path: Path) -> None:
     from datasets.convert import main
 
-    assert main(["idx", str(_idx(tmp_path, 10)), str(tmp_path / "bad_lmdb")]) == 0
+    assert main(["idx", str(_idx(tmp_path, bytes([10] * 16))), str(tmp_path / "bad_lmdb")]) == 0
     data = ["--data.train.source=bad_lmdb", databases.flags("lmdb")[1]]
     _check(EXAMPLE, *data, *SMALL, cwd=tmp_path, says=["label", "10"])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("engine", ["inline", pytest.param("ray", marks=pytest.mark.ray)])
+def test_a_failure_in_mid_run_leaves_a_report_of_what_was_done(
+    databases: Databases, tmp_path: Path, engine: str
+) -> None:
+    """Record 70 makes the user's function fail: four batches of 16 are trained on before it comes."""
+    from datasets.convert import main
+
+    images = _idx(tmp_path, bytes([1] * 70 + [7] + [1] * 25))
+    assert main(["idx", str(images), str(tmp_path / "bad_lmdb"), "--shuffle=off"]) == 0
+    job = [EXAMPLE, "--data.train.source=bad_lmdb", databases.flags("lmdb")[1], *SMALL[1:]]
+    flags = [
+        f"--feed.engine={engine}", "--data.order.shuffle=none", "--data.test.transform.scale=0.00390625",
+        "--data.transform.python=user_transforms:no_sevens",
+    ]  # fmt: skip
+    _check(*job, *flags, cwd=tmp_path, says=["user_transforms:no_sevens", "record 70", "bad_lmdb", "a seven"])
+    outcome = manifest(tmp_path / "run")["outcome"]
+    assert outcome["state"] == "failed"
+    assert outcome["step"] == 4
+    assert "record 70" in outcome["error"]
+    document = report(tmp_path / "run")
+    assert document["steps"] in (4, 5), "the step that failed may be shown as unfinished"
+    assert "record 70" in "".join(finding["text"] for finding in document["findings"])
 
 
 def test_a_used_run_folder_is_refused_and_a_foreign_folder_never_removed(databases: Databases, tmp_path: Path) -> None:
