@@ -24,6 +24,8 @@ Buffer = bytes | bytearray | memoryview
 
 _VARINT, _FIXED64, _BYTES, _GROUP, _GROUP_END, _FIXED32 = range(6)
 _WIRE_NAMES = ("varint", "64-bit", "length-delimited", "group", "end of group", "32-bit")
+_FLOAT_TAG = 6 << 3 | _FIXED32
+_FLOAT_BYTES = 5  # of one float outside a packed field: its tag and 4 bytes
 _MAX_GROUP_DEPTH = 100  # protobuf's own limit on nesting
 
 
@@ -78,7 +80,7 @@ def parse(value: Buffer, where: object = "a record") -> Datum:
     data: memoryview | bytes = b""
     label: int | None = None
     encoded = False
-    floats: list[memoryview] = []
+    floats = bytearray()
     while position < end:
         start = position
         tag, position = _varint(view, position, end, where)
@@ -104,25 +106,23 @@ def parse(value: Buffer, where: object = "a record") -> Datum:
             elif number == 6:
                 if size % 4:
                     raise _malformed(where, start, "a multiple of 4 bytes of float_data", f"{size} bytes")
-                floats.append(view[position : position + size])
+                floats += view[position : position + size]
             position += size
         elif wire == _FIXED32:
             if end - position < 4:
                 raise _malformed(
                     where, start, f"4 bytes of field {number}", f"{end - position} bytes left in the record"
                 )
+            if number == 6 and position == start + 1:
+                position = _take_floats(view, start, end, floats)
+                continue
             if number == 6:
-                floats.append(view[position : position + 4])
+                floats += view[position : position + 4]
             position += 4
         else:
             position = _skip(view, position, end, number, wire, where, start)
-    float_data = None
-    if floats:
-        joined = floats[0] if len(floats) == 1 else b"".join(floats)
-        # Copied: four-byte alignment inside a record is chance.
-        float_data = np.frombuffer(joined, "<f4").astype(np.float32, copy=True)
-        if not len(float_data):
-            float_data = None
+    # The copy in ``floats`` is aligned; inside a record, four-byte alignment is chance.
+    float_data = np.frombuffer(floats, "<f4").astype(np.float32, copy=False) if floats else None
     return Datum(dimensions[0], dimensions[1], dimensions[2], data, label, float_data, encoded)
 
 
@@ -159,13 +159,34 @@ def serialize(
         _put_varint(out, _checked("label", label))
     if float_data is not None:
         numbers = np.ascontiguousarray(float_data, "<f4").reshape(-1)
-        packed = np.empty((len(numbers), 5), np.uint8)
-        packed[:, 0] = 6 << 3 | _FIXED32
+        packed = np.empty((len(numbers), _FLOAT_BYTES), np.uint8)
+        packed[:, 0] = _FLOAT_TAG
         packed[:, 1:] = numbers.view(np.uint8).reshape(-1, 4)
         out += packed.tobytes()
     if encoded is not None:
         out += bytes((7 << 3 | _VARINT, bool(encoded)))
     return bytes(out)
+
+
+def _take_floats(view: memoryview, start: int, end: int, floats: bytearray) -> int:
+    """Take the float fields that lie one after the other from ``start`` on; returns the position after them.
+
+    Caffe writes thousands of them in a row. Looked at in growing blocks, so that each byte is seen a few times at most.
+    """
+    most = (end - start) // _FLOAT_BYTES
+    count, block = 0, 16
+    while count < most:
+        size = min(block, most - count)
+        fields = np.frombuffer(view, np.uint8, size * _FLOAT_BYTES, start + count * _FLOAT_BYTES)
+        fields = fields.reshape(size, _FLOAT_BYTES)
+        alike = fields[:, 0] == _FLOAT_TAG
+        found = size if alike.all() else int(alike.argmin())
+        floats += fields[:found, 1:].tobytes()
+        count += found
+        if found < size:
+            break
+        block *= 4
+    return start + count * _FLOAT_BYTES
 
 
 def _varint(view: memoryview, position: int, end: int, where: object) -> tuple[int, int]:

@@ -287,11 +287,13 @@ def test_a_cmyk_jpeg_cut_in_half_is_an_error():
         decode.to_image(encoded(data[: len(data) // 2]), color="color")
 
 
-def test_images_too_large_are_refused_before_they_are_decoded(monkeypatch):
-    monkeypatch.setattr(decode, "MAX_PIXELS", 1000)
-    for kind in ("JPEG", "PNG"):
-        with pytest.raises(ImageDecodeError, match="too large"):
-            decode.to_image(encoded(file(Image.new("L", (50, 50)), kind)), WHERE)
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM"])
+def test_the_limit_of_pixels_can_be_set(kind):
+    record = encoded(file(Image.new("L", (50, 50)), kind))
+    for look in (decode.to_image, decode.probe):
+        with pytest.raises(ImageDecodeError, match=r"at most 2,499 pixels(.|\n)*50 x 50 = 2,500"):
+            look(record, WHERE, max_pixels=2499)
+    assert decode.to_image(record, WHERE, "gray", max_pixels=2500).shape == (1, 50, 50)
 
 
 @pytest.mark.parametrize("side", [12_000, 60_000])
