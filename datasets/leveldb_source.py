@@ -119,7 +119,7 @@ class LevelDbSource(Source):
         return self._db
 
     def _open(self) -> None:
-        plyvel = _plyvel(self.name)
+        plyvel = import_plyvel(self.name)
         view = PrivateView(self.path, self.name)
         db = None
         try:
@@ -130,7 +130,7 @@ class LevelDbSource(Source):
                     found=str(view.files),
                     hint="let the writer finish, then start again",
                 )
-            db = plyvel.DB(view.path, create_if_missing=False, paranoid_checks=True, max_open_files=_open_files())
+            db = plyvel.DB(view.path, create_if_missing=False, paranoid_checks=True, max_open_files=open_files_limit())
             if self._index is None:
                 self._index = _make_index(db)
         except BaseException as error:
@@ -144,7 +144,7 @@ class LevelDbSource(Source):
         self._db, self._view, self._pid = db, view, os.getpid()
 
     def _corrupt(self, what: str, error: Exception) -> DatasetCorrupt:
-        text = str(error)
+        text = error_text(error)
         if self._view is not None:
             text = text.replace(self._view.path, self.path)
         hint = "copy it again from where it was made; plyvel.repair_db on a copy saves what can be read"
@@ -167,14 +167,22 @@ def _make_index(db: Any) -> key_index.KeyIndex:
         return key_index.build(keys)
 
 
-def _open_files() -> int:
+def error_text(error: Exception) -> str:
+    """plyvel's messages are bytes."""
+    text = error.args[0] if error.args else ""
+    return text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
+
+
+def open_files_limit() -> int:
+    """How many tables LevelDB may keep open under this process's limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _FILES_MOST
     return max(16, min(_FILES_MOST, soft - _FILES_RESERVE))
 
 
-def _plyvel(name: str) -> Any:
+def import_plyvel(name: str) -> Any:
+    """The module, or a :class:`SourceError` that says how to get it."""
     try:
         import plyvel
     except ImportError as error:

@@ -19,6 +19,7 @@ import tempfile
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,16 +49,18 @@ class PrivateView:
     ----------
     path: the temporary folder.
     files: names and sizes of the tables and logs that were taken over.
+
+    Tables that are missing or cut are refused, or, where there is a list of ``problems``, put there.
     """
 
-    def __init__(self, folder: str, name: str) -> None:
+    def __init__(self, folder: str, name: str, problems: list[SourceError] | None = None) -> None:
         _sweep()
         warn_of_writer(folder, name)
         for attempt in range(_ATTEMPTS):
             self.path = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
             self._remover = weakref.finalize(self, _remove, self.path, os.getpid())
             try:
-                self.files = _fill(Path(folder), Path(self.path), name)
+                self.files = _fill(Path(folder), Path(self.path), name, problems)
                 return
             except FileNotFoundError as error:
                 # A live writer replaced a file between listing and copying: look again.
@@ -98,8 +101,14 @@ def live_files(folder: Path, manifest: str, name: str) -> TableList:
     return found
 
 
-def _fill(folder: Path, view: Path, name: str) -> dict[str, int]:
+def _fill(folder: Path, view: Path, name: str, problems: list[SourceError] | None) -> dict[str, int]:
     """Populate a view; returns names and sizes of tables and logs."""
+
+    def complain(error: SourceError) -> None:
+        if problems is None:
+            raise error
+        problems.append(error)
+
     manifest = (folder / "CURRENT").read_bytes().decode("ascii", "replace").strip()
     if not re.fullmatch(r"MANIFEST-\d+", manifest):
         raise DatasetCorrupt(f"{name}: CURRENT names no manifest", expected="MANIFEST-<number>", found=repr(manifest))
@@ -116,17 +125,22 @@ def _fill(folder: Path, view: Path, name: str) -> dict[str, int]:
     for number, size in sorted(state.tables.items()):
         table = next((f for ending in (".ldb", ".sst") if (f := folder / f"{number:06d}{ending}").exists()), None)
         if table is None:
-            raise DatasetCorrupt(
-                f"{name}: table {number:06d}.ldb, which its manifest names, is missing",
-                hint="an interrupted copy, most likely: copy it again",
+            complain(
+                DatasetCorrupt(
+                    f"{name}: table {number:06d}.ldb, which its manifest names, is missing",
+                    hint="an interrupted copy, most likely: copy it again",
+                )
             )
+            continue
         have = table.stat().st_size
         if have != size:
-            raise DatasetTruncated(
-                f"{name}: the table {table.name} has not the size its manifest gives",
-                expected=f"{size} bytes",
-                found=f"{have} bytes",
-                hint="an interrupted copy, most likely: copy it again",
+            complain(
+                DatasetTruncated(
+                    f"{name}: the table {table.name} has not the size its manifest gives",
+                    expected=f"{size} bytes",
+                    found=f"{have} bytes",
+                    hint="an interrupted copy, most likely: copy it again",
+                )
             )
         _link(table, view / table.name)
         files[table.name] = have
@@ -148,10 +162,11 @@ def _link(table: Path, place: Path) -> None:
     shutil.copyfile(table, place)
 
 
-def _log_records(content: bytes) -> list[bytes]:
-    """The records of a file in LevelDB's log format. A torn last record is left out, as LevelDB does."""
-    records: list[bytes] = []
-    parts: list[bytes] = []
+def log_fragments(content: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Place, kind (1 whole, 2 first, 3 middle, 4 last) and payload of the fragments in LevelDB's log format.
+
+    A torn fragment at the end is left out, as LevelDB does. Raises ValueError for what is none.
+    """
     position = 0
     while position + _HEADER <= len(content):
         left = _BLOCK - position % _BLOCK
@@ -160,20 +175,40 @@ def _log_records(content: bytes) -> list[bytes]:
             continue
         size = int.from_bytes(content[position + 4 : position + 6], "little")
         kind = content[position + 6]
-        start, position = position + _HEADER, position + _HEADER + size
+        start, position = position, position + _HEADER + size
         if kind == 0 and size == 0:  # the rest of a preallocated block
             position += _BLOCK - position % _BLOCK
             continue
         if position > len(content):
             break
         if kind not in (1, 2, 3, 4):
-            raise ValueError(f"record type {kind} at byte {start - 1}")
+            raise ValueError(f"record type {kind} at byte {start + _HEADER - 1}")
+        yield start, kind, content[start + _HEADER : position]
+
+
+def _log_records(content: bytes) -> list[bytes]:
+    """The records of a file in LevelDB's log format. A torn last record is left out, as LevelDB does."""
+    records: list[bytes] = []
+    parts: list[bytes] = []
+    for _, kind, payload in log_fragments(content):
         if kind in (1, 2):
             parts.clear()
-        parts.append(content[start:position])
+        parts.append(payload)
         if kind in (1, 4):
             records.append(b"".join(parts))
     return records
+
+
+def varint(stored: bytes, position: int) -> tuple[int, int]:
+    """The number at ``position`` and the position behind it. IndexError where the bytes end."""
+    value = shift = 0
+    while True:
+        byte = stored[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return value, position
 
 
 def _apply(edit: bytes, state: TableList, name: str) -> None:
@@ -182,14 +217,8 @@ def _apply(edit: bytes, state: TableList, name: str) -> None:
 
     def number() -> int:
         nonlocal position
-        value = shift = 0
-        while True:
-            byte = edit[position]
-            position += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
+        value, position = varint(edit, position)
+        return value
 
     def text() -> bytes:
         nonlocal position

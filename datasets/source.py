@@ -142,22 +142,11 @@ def open_source(path: str | os.PathLike[str], *, backend: str | None = None, db:
     DatasetTruncated, DatasetCorrupt: the database is there and damaged.
     ManifestMismatch: a manifest beside the data set says something else.
     """
-    text = os.fspath(path)
-    wanted = _checked_backend(backend)
-    if text.startswith(MEMORY_PREFIX):
+    place, found = locate(path, backend=backend, db=db)
+    if found == "memory":
         from datasets.memory_source import open_memory
 
-        if wanted or db is not None:
-            raise UsageError(f"'{text}' lies in memory: it has neither a backend nor a named database")
-        return open_memory(text)
-    place, found = sniff(text, wanted)
-    if wanted and wanted != found:
-        raise WrongBackend(
-            f"{place}: the folder holds {found.upper()}, the configuration says {wanted.upper()}",
-            expected=f"backend {found.upper()}, or none: then what lies there decides",
-            found=f"backend {wanted.upper()}",
-            hint="leave the backend out (Caffe's own default is LEVELDB), or check the path",
-        )
+        return open_memory(place)
     source: Source
     if found == "lmdb":
         from datasets.lmdb_source import LmdbSource
@@ -166,8 +155,6 @@ def open_source(path: str | os.PathLike[str], *, backend: str | None = None, db:
     else:
         from datasets.leveldb_source import LevelDbSource
 
-        if db is not None:
-            raise UsageError(f"{place} is a LevelDB, which has no named databases", found=f"db '{db}'")
         source = LevelDbSource(place)
     try:
         _check_manifest(source)
@@ -175,6 +162,30 @@ def open_source(path: str | os.PathLike[str], *, backend: str | None = None, db:
         source.close()
         raise
     return source
+
+
+def locate(path: str | os.PathLike[str], *, backend: str | None = None, db: str | None = None) -> tuple[str, str]:
+    """Absolute path and kind (``lmdb``, ``leveldb``, ``memory``) of a data set, told without opening it.
+
+    Parameters and refusals are those of :func:`open_source`, as far as they need no look into the database.
+    """
+    text = os.fspath(path)
+    wanted = _checked_backend(backend)
+    if text.startswith(MEMORY_PREFIX):
+        if wanted or db is not None:
+            raise UsageError(f"'{text}' lies in memory: it has neither a backend nor a named database")
+        return text, "memory"
+    place, found = sniff(text, wanted)
+    if wanted and wanted != found:
+        raise WrongBackend(
+            f"{place}: the folder holds {found.upper()}, the configuration says {wanted.upper()}",
+            expected=f"backend {found.upper()}, or none: then what lies there decides",
+            found=f"backend {wanted.upper()}",
+            hint="leave the backend out (Caffe's own default is LEVELDB), or check the path",
+        )
+    if found == "leveldb" and db is not None:
+        raise UsageError(f"{place} is a LevelDB, which has no named databases", found=f"db '{db}'")
+    return place, found
 
 
 def _checked_backend(backend: str | None) -> str | None:

@@ -386,4 +386,4 @@ def test_without_plyvel_the_error_says_what_to_do(monkeypatch):
 @pytest.mark.parametrize(("limit", "most"), [(64, 16), (1024, 896), (1_000_000, 1000), (resource.RLIM_INFINITY, 1000)])
 def test_open_tables_leave_room_under_the_limit_of_open_files(monkeypatch, limit, most):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    assert leveldb_source._open_files() == most
+    assert leveldb_source.open_files_limit() == most

@@ -1,0 +1,96 @@
+"""What a LevelDB still holds: read with every checksum verified, on a private view, going on behind the damage.
+
+A healthy one is read as it is. Where LevelDB stops, the tables and logs are looked through for the place, and LevelDB's
+own repair, run on the view, gathers the blocks that are sound; reading goes on behind the last key.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from datasets.errors import DatasetCorrupt, SourceError
+from datasets.leveldb_source import error_text, import_plyvel, open_files_limit
+from datasets.leveldb_tables import BadBlock, bad_blocks, bad_log
+from datasets.leveldb_view import PrivateView
+from datasets.raw import Lost, RawReader, Stored
+
+
+class LevelDbReader(RawReader):
+    """Reads the records of a LevelDB; see the module's text. The data set's folder is left alone."""
+
+    backend = "leveldb"
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(path)
+        import_plyvel(self.name)
+
+    def scan(self) -> Iterator[Stored | Lost]:
+        plyvel = import_plyvel(self.name)
+        problems: list[SourceError] = []
+        view = PrivateView(self.path, self.name, problems)
+        try:
+            yield from (_lost(problem, self.name) for problem in problems)
+            # Before LevelDB opens the view: it replays the logs and then deletes them.
+            bad = [bad for name in view.files if name.endswith(".log") for bad in bad_log(Path(self.path, name))]
+            last: bytes | None = None
+            blamed = False
+            for attempt in ("as it is", "without damaged logs", "repaired"):
+                if attempt == "without damaged logs" and last is not None:
+                    continue  # the logs were not the trouble
+                try:
+                    if attempt == "repaired":
+                        plyvel.repair_db(view.path, paranoid_checks=True)
+                    for key, value in _records(plyvel, view.path, last, paranoid=attempt == "as it is"):
+                        last = key
+                        yield Stored(key, value)
+                    break
+                except plyvel.Error as error:
+                    failure = error_text(error).replace(view.path, self.path)
+                    if not blamed:
+                        found = self._blocks(view, failure, bool(bad or problems))
+                        yield from (Lost(block.place, block.reason, None, last) for block in found)
+                        blamed = True
+            else:
+                raise DatasetCorrupt(
+                    f"{self.name} cannot be read, not even repaired",
+                    found=failure,
+                    hint="copy it again from where it was made",
+                )
+            yield from (Lost(block.place, block.reason, None, last) for block in bad)
+        finally:
+            view.remove()
+
+    def _blocks(self, view: PrivateView, failure: str, explained: bool) -> list[BadBlock]:
+        """Where the tables are damaged."""
+        names = [name for name in view.files if not name.endswith(".log")]
+        found = [block for name in names for block in bad_blocks(Path(self.path, name))]
+        if not found and "corrupted compressed block" in failure:
+            raise DatasetCorrupt(
+                f"{self.name} is sound, but this build of plyvel cannot decompress it",
+                expected="a plyvel built with Snappy and zstd",
+                found=f"{failure}, while every checksum is right",
+                hint="pip install --force-reinstall 'plyvel>=1.5.1' (its wheels have both)",
+            )
+        if not found and not explained:
+            found = [BadBlock("the database", failure)]
+        return found
+
+
+def _records(plyvel: Any, path: str, last: bytes | None, paranoid: bool) -> Iterator[tuple[bytes, bytes]]:
+    """Keys and values behind ``last``."""
+    db = plyvel.DB(path, create_if_missing=False, paranoid_checks=paranoid, max_open_files=open_files_limit())
+    try:
+        start = None if last is None else last + b"\0"
+        with db.iterator(start=start, verify_checksums=True, fill_cache=False) as records:
+            yield from records
+    finally:
+        db.close()
+
+
+def _lost(problem: SourceError, name: str) -> Lost:
+    what = problem.what.removeprefix(f"{name}: ")
+    sizes = f" ({problem.found} of {problem.expected})" if problem.found else ""
+    return Lost("the folder", what + sizes)
