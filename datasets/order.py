@@ -33,7 +33,7 @@ _ROUNDS = 8
 _SMALLEST_HALF = 8
 
 # Purposes of a key, so that the permutations of one epoch have nothing to do with one another.
-_FULL, _BLOCKS, _WINDOW, _SHORT = 0, 1, 2, 3
+_FULL, _BLOCKS, _WINDOW, _SHORT, _REPLACEMENT = 0, 1, 2, 3, 4
 
 # The finaliser of SplitMix64 (Steele, Lea, Flood 2014): each input bit flips each output bit in about half the cases.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -142,14 +142,27 @@ class Order:
             raise UsageError("an epoch is negative", expected="0 or more", found=int(epoch.min()))
         if self.shuffle == "none":
             return place.copy()
-        # Nearly always all items are of one epoch: then keys have one element and broadcast.
-        if (epoch == epoch[0]).all():
-            epoch = epoch[:1]
-        key = _key(self.seed, epoch.astype(np.uint64), self.count)
-        words = place.astype(np.uint64)
+        key, words = self._epoch_key(epoch), place.astype(np.uint64)
         if self.shuffle == "full":
             return _permute(words, self.count, _mix(key ^ np.uint64(_FULL))).astype(np.int64)
         return self._unblock(self._mix_windows(words, key), key).astype(np.int64)
+
+    def replacements(
+        self, epochs: NDArray[np.int64], places: NDArray[np.int64], attempt: int
+    ) -> NDArray[np.int64]:  # fmt: skip
+        """Records that stand in for unusable ones at these places; ``attempt`` 0, 1, ... gives others each time.
+
+        epochs, places: int64[n] as :meth:`records` takes them. Returns int64[n]: a permutation of each epoch's places
+        for each attempt, whatever ``shuffle`` is, so that two places of an epoch never share a stand-in.
+        """
+        key = _mix(self._epoch_key(epochs) ^ np.uint64(_REPLACEMENT))
+        return _permute(places.astype(np.uint64), self.count, _mix(key ^ np.uint64(attempt))).astype(np.int64)
+
+    def _epoch_key(self, epochs: NDArray[np.int64]) -> Words:
+        # Nearly always all items are of one epoch: then keys have one element and broadcast.
+        if (epochs == epochs[0]).all():
+            epochs = epochs[:1]
+        return _key(self.seed, epochs.astype(np.uint64), self.count)
 
     def _mix_windows(self, places: Words, key: Words) -> Words:
         """Permute the places inside each window of consecutive places; the last window may be shorter."""
@@ -190,10 +203,12 @@ class Order:
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """What one step is made of: item i of the batch is record ``records[i]``, seen in epoch ``epochs[i]``."""
+    """What one step is made of: item i is record ``records[i]``, at ``places[i]`` of the order of ``epochs[i]``."""
 
     step: int
     epochs: NDArray[np.int64]
+    """int64[B]"""
+    places: NDArray[np.int64]
     """int64[B]"""
     records: NDArray[np.int64]
     """int64[B]"""
@@ -260,4 +275,4 @@ class Stream:
             start = number * self.batch
             places = np.arange(start, min(start + self.batch, records), dtype=np.int64)
             epochs = np.full(len(places), epoch, np.int64)
-        return Items(step, epochs, self.order.records(epochs, places))
+        return Items(step, epochs, places, self.order.records(epochs, places))
