@@ -1,10 +1,24 @@
-"""Positions to keys: records are addressed by their place in the byte order of the keys, databases by the key."""
+"""Positions to keys: records are addressed by their place in the byte order of the keys, databases by the key.
+
+Keys that are consecutive numbers of one width need nothing. Of others, every ``stride``-th is kept, in at most 16 bytes
+a record: where keys are long, they are compressed in blocks, or the stride grows.
+"""
 
 from __future__ import annotations
 
+import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+
+import numpy as np
+
+MOST_BYTES = 16
+"""Bytes a record that an index may take, once there are more than a few thousand records."""
+_CHUNK = 4096
+_MOST_STRIDE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,19 +35,36 @@ class DenseKeys:
         return b"%0*d" % (self.width, self.first + index), 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class KeyList:
-    """Every ``stride``-th key, one after the other in one buffer. ``ends[j]`` is where the j-th of them ends."""
+    """Every ``stride``-th key, in blocks of ``packed`` keys one after the other in one buffer.
+
+    Attributes
+    ----------
+    stride: records from one kept key to the next.
+    packed: keys in a block. 1: a block is the key itself; more: see :func:`_pack`.
+    records: of the whole database.
+    blocks: the buffer, in memory or mapped from a file.
+    ends: uint64, where each block ends.
+    """
 
     stride: int
+    packed: int
     records: int
-    buffer: bytes
-    ends: array[int]
+    blocks: bytes | memoryview
+    ends: array[int] | memoryview
 
     def anchor(self, index: int) -> tuple[bytes, int]:
         """A stored key at or before record ``index``, and how many records lie between."""
         place, steps = divmod(index, self.stride)
-        return self.buffer[self.ends[place - 1] if place else 0 : self.ends[place]], steps
+        number, inside = divmod(place, self.packed)
+        block = bytes(self.blocks[self.ends[number - 1] if number else 0 : self.ends[number]])
+        return (block if self.packed == 1 else _unpack(block)[inside]), steps
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the index takes."""
+        return len(self.blocks) + 8 * len(self.ends)
 
 
 KeyIndex = DenseKeys | KeyList
@@ -48,23 +79,84 @@ def dense_by_ends(first: bytes, last: bytes, records: int) -> DenseKeys | None:
     return DenseKeys(len(first), int(first), records)
 
 
-def build(keys: Iterable[bytes], stride: int = 1) -> KeyIndex:
-    """Index all keys of a database, given in order. Dense ones cost nothing, others ``key + 8`` bytes per stride."""
-    buffer = bytearray()
-    ends = array("Q")
-    width = first = -1
-    dense = True
-    records = 0
-    for key in keys:
-        if records == 0:
-            dense = key.isdigit()
-            width, first = (len(key), int(key)) if dense else (0, 0)
-        elif dense:
-            dense = key == b"%0*d" % (width, first + records)
-        if records % stride == 0:
-            buffer += key
-            ends.append(len(buffer))
-        records += 1
-    if dense and records:
-        return DenseKeys(width, first, records)
-    return KeyList(stride, records, bytes(buffer), ends)
+def build(keys: Iterable[bytes], stride: int = 1, packed: int = 1) -> KeyIndex:
+    """Index all keys of a database, given in order. Dense ones cost nothing, others at most 16 bytes a record.
+
+    ``stride`` is the smallest that is used: where looking over a few neighbours is cheap, a larger one saves memory.
+    """
+    remaining = iter(keys)
+    building = _Building(stride, packed)
+    while chunk := list(islice(remaining, _CHUNK)):
+        building.add(chunk)
+    return building.finish()
+
+
+class _Building:
+    """An index that grows by chunks of keys."""
+
+    def __init__(self, stride: int, packed: int) -> None:
+        self.stride, self.packed = stride, packed
+        self.records = 0
+        self.blocks = bytearray()
+        self.ends = array("Q")
+        self.waiting: list[bytes] = []  # kept keys that do not fill a block yet
+        self.dense: DenseKeys | None = None
+
+    def add(self, chunk: list[bytes]) -> None:
+        if self.records == 0:
+            self.dense = DenseKeys(len(chunk[0]), int(chunk[0]), 0) if chunk[0].isdigit() else None
+        if self.dense is not None:
+            width, start = self.dense.width, self.dense.first + self.records
+            if chunk != [b"%0*d" % (width, start + place) for place in range(len(chunk))]:
+                self.dense = None
+        self.waiting += chunk[-self.records % self.stride :: self.stride]
+        self.records += len(chunk)
+        self._flush(whole=False)
+        while self.records >= _CHUNK and self._nbytes > MOST_BYTES * self.records and self.stride < _MOST_STRIDE:
+            self._thin()
+
+    def finish(self) -> KeyIndex:
+        if self.dense is not None and self.records:
+            return DenseKeys(self.dense.width, self.dense.first, self.records)
+        self._flush(whole=True)
+        return KeyList(self.stride, self.packed, self.records, bytes(self.blocks), self.ends)
+
+    @property
+    def _nbytes(self) -> int:
+        return len(self.blocks) + 8 * len(self.ends)
+
+    def _flush(self, whole: bool) -> None:
+        done = len(self.waiting) if whole else len(self.waiting) // self.packed * self.packed
+        for start in range(0, done, self.packed):
+            block = self.waiting[start : start + self.packed]
+            self.blocks += block[0] if self.packed == 1 else _pack(block)
+            self.ends.append(len(self.blocks))
+        del self.waiting[:done]
+
+    def _thin(self) -> None:
+        """Keep every second of the keys kept so far."""
+        blocks, ends, waiting = bytes(self.blocks), self.ends, self.waiting
+        self.stride *= 2
+        self.blocks, self.ends, self.waiting = bytearray(), array("Q"), []
+        start = place = 0
+        for end in [*ends, -1]:
+            block = blocks[start:end]
+            keys = waiting if end < 0 else [block] if self.packed == 1 else _unpack(block)
+            self.waiting += keys[place % 2 :: 2]
+            self._flush(whole=False)
+            start, place = end, place + len(keys)
+
+
+def _pack(keys: Sequence[bytes]) -> bytes:
+    """Keys as one compressed block, their number and lengths first: neighbours in key order have much in common."""
+    head = np.array([len(keys), *map(len, keys)], "<u4")
+    return zlib.compress(head.tobytes() + b"".join(keys), 6)
+
+
+@lru_cache(maxsize=256)
+def _unpack(block: bytes) -> tuple[bytes, ...]:
+    content = zlib.decompress(block)
+    number = int.from_bytes(content[:4], "little")
+    bounds = np.cumsum(np.frombuffer(content, "<u4", number, 4), dtype=np.int64) + 4 * (number + 1)
+    starts = [4 * (number + 1), *bounds[:-1].tolist()]
+    return tuple(content[start:end] for start, end in zip(starts, bounds.tolist(), strict=True))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 import threading
+import warnings
 from dataclasses import dataclass
 
 import lmdb
 
-from datasets.errors import DatasetTruncated, NotADataset, SourceError
+from datasets.errors import DatasetTruncated, DatasetWarning, NotADataset, SourceError
+from datasets.lmdb_writer import active_writer
 
-_MAX_NAMED = 64
+MAX_NAMED = 64
+"""Named databases of one environment that can be open at once."""
+_ATTEMPTS = 3
+_NAMED_BYTES = 48
 _WALK_TIMEOUT_S = 600.0
 
 # Reads the last byte of every value, so that a page beyond the end of the file kills the child and not the caller.
@@ -30,14 +36,31 @@ with lmdb.open(path, subdir=subdir, readonly=True, lock=False, create=False, max
 
 
 @dataclass
-class _Shared:
-    """The one environment of a path in this process: LMDB allows no second."""
+class Opened:
+    """The one environment of a path in this process: LMDB allows no second.
+
+    Attributes
+    ----------
+    env: opened read-only and without a lock file.
+    fd: a descriptor of the very file that is mapped, whatever happens to its name.
+    users: how many sources have it.
+    """
 
     env: lmdb.Environment
-    users: int
+    fd: int
+    users: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the mapped file now."""
+        return os.fstat(self.fd).st_size
+
+    def close(self) -> None:
+        self.env.close()
+        os.close(self.fd)
 
 
-_environments: dict[str, _Shared] = {}
+_environments: dict[str, Opened] = {}
 _lock = threading.Lock()
 
 
@@ -45,8 +68,8 @@ def _forget_inherited() -> None:
     """In a forked child: close what the parent had open, so that the child can open environments of its own."""
     global _lock
     _lock = threading.Lock()
-    for shared in _environments.values():
-        shared.env.close()
+    for opened in _environments.values():
+        opened.close()
     _environments.clear()
 
 
@@ -58,62 +81,96 @@ def data_file(path: str) -> str:
     return os.path.join(path, "data.mdb") if os.path.isdir(path) else path
 
 
-def acquire(path: str, name: str) -> lmdb.Environment:
-    """The environment of ``path``, opened if this process has not done so yet. Give it back with :func:`release`."""
+def acquire(path: str, name: str, readahead: bool = True) -> Opened:
+    """The environment of ``path``, opened if this process has not done so yet. Give it back with :func:`release`.
+
+    ``readahead`` is that of whoever opens it first: it belongs to the map, and there is one map.
+    """
     key = os.path.realpath(path)
     with _lock:
-        shared = _environments.get(key)
-        if shared is None:
-            _check_header(data_file(path), name)
-            try:
-                env = lmdb.open(
-                    key,
-                    subdir=os.path.isdir(key),
-                    readonly=True,
-                    lock=False,
-                    create=False,
-                    max_dbs=_MAX_NAMED,
+        opened = _environments.get(key)
+        if opened is None:
+            opened = _environments[key] = _open(key, name, readahead)
+            writer = active_writer(key, data_file(key))
+            if writer is not None:
+                warnings.warn(
+                    f"{name}: {writer}. What was committed so far is read; the next commit ends this run, since it may "
+                    "overwrite records that are being read",
+                    DatasetWarning,
+                    stacklevel=2,
                 )
-            except (lmdb.Error, MemoryError) as error:
-                raise SourceError(
-                    f"{name} cannot be opened",
-                    found=str(error) or type(error).__name__,
-                    hint="another part of this process holds it open with py-lmdb: open it through datasets.open_source"
-                    if "already open" in str(error)
-                    else "its map does not fit under this process's limit of addresses (ulimit -v)"
-                    if isinstance(error, (MemoryError, lmdb.MemoryError))
-                    else None,
-                ) from error
-            shared = _environments[key] = _Shared(env, 0)
-        shared.users += 1
-        return shared.env
+        opened.users += 1
+        return opened
 
 
-def release(path: str, env: lmdb.Environment) -> None:
+def release(path: str, opened: Opened) -> None:
     """Give an environment back; the last user closes it."""
     key = os.path.realpath(path)
     with _lock:
-        shared = _environments.get(key)
-        if shared is None or shared.env is not env:
+        if _environments.get(key) is not opened:
             return
-        shared.users -= 1
-        if shared.users == 0:
+        opened.users -= 1
+        if opened.users == 0:
             del _environments[key]
-            env.close()
+            opened.close()
 
 
-def _check_header(file: str, name: str) -> None:
-    """Refuse by plain reads what LMDB would map and then die on, or would report without saying what it found."""
+def _open(path: str, name: str, readahead: bool) -> Opened:
+    file = data_file(path)
+    for _ in range(_ATTEMPTS):
+        fd = _open_file(file, name)
+        try:
+            _check_header(fd, file, name)
+            env = lmdb.open(
+                path,
+                subdir=os.path.isdir(path),
+                readonly=True,
+                lock=False,
+                create=False,
+                readahead=readahead,
+                max_dbs=MAX_NAMED,
+            )
+        except (lmdb.Error, MemoryError) as error:
+            os.close(fd)
+            raise SourceError(
+                f"{name} cannot be opened",
+                found=str(error) or type(error).__name__,
+                hint="another part of this process holds it open with py-lmdb: open it through datasets.open_source"
+                if "already open" in str(error)
+                else "its map does not fit under this process's limit of addresses (ulimit -v)"
+                if isinstance(error, (MemoryError, lmdb.MemoryError))
+                else None,
+            ) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        if os.path.exists(file) and os.path.samestat(os.fstat(fd), os.stat(file)):
+            return Opened(env, fd)
+        env.close()  # replaced between the two openings: what is mapped may be neither of the two
+        os.close(fd)
+    raise SourceError(f"{name} keeps being replaced while it is opened", hint="let the copy finish, then start again")
+
+
+def _open_file(file: str, name: str) -> int:
     try:
-        size = os.path.getsize(file)
-        with open(file, "rb") as opened:
-            head = opened.read(44)
+        if not stat.S_ISREG(os.stat(file).st_mode):
+            raise NotADataset(f"{file} is not a regular file", hint="name the folder or file of an LMDB")
+        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise SourceError(
             f"{name} cannot be read: {error.strerror}",
             found=error.filename,
             hint="check the mode of the file and of the folders above it",
         ) from error
+
+
+def _check_header(fd: int, file: str, name: str) -> None:
+    """Refuse by plain reads what LMDB would map and then die on, or would report without saying what it found."""
+    size = os.fstat(fd).st_size
+    try:
+        head = os.pread(fd, 44, 0)
+    except OSError as error:
+        raise SourceError(f"{name} cannot be read: {error.strerror}", found=file) from error
     if len(head) >= 20 and head[16:20] != b"\xde\xc0\xef\xbe":
         raise NotADataset(f"{file} is not an LMDB", expected="the LMDB mark at byte 16", found=head[16:20].hex(" "))
     page = int.from_bytes(head[40:44], "little")
@@ -126,23 +183,46 @@ def _check_header(file: str, name: str) -> None:
         )
 
 
-def needed_bytes(env: lmdb.Environment, path: str, db: str | None, name: str) -> int:
+def needed_bytes(opened: Opened, path: str, db: str | None, name: str) -> int:
     """Bytes the file must have. LMDB never compares, and a page beyond the end of the file kills the process."""
-    file = data_file(path)
-    page = env.stat()["psize"]
-    need = (env.info()["last_pgno"] + 1) * page
-    have = os.path.getsize(file)
+    page = opened.env.stat()["psize"]
+    need = (opened.env.info()["last_pgno"] + 1) * page
+    have = opened.size
     if have >= need:
         return need
     # Pages at the end may have been given back before they were ever written: legal, if a walk meets none of them.
     if have % page == 0 and _walk_in_child(path, db):
         return have
     raise DatasetTruncated(
-        f"{name} is cut off: {file} is shorter than its own page count",
+        f"{name} is cut off: {data_file(path)} is shorter than its own page count",
         expected=f"{need} bytes",
         found=f"{have} bytes",
         hint="an interrupted copy, most likely: copy it again from where it was made",
     )
+
+
+def named(env: lmdb.Environment, cursor: lmdb.Cursor, only: bool = True) -> list[bytes]:
+    """Names of the databases that the main one lists. Nothing if ``only``, and it holds anything else as well.
+
+    LMDB keeps them as records of 48 bytes among the others; opening one is the only way to tell it from a record.
+    """
+    names: list[bytes] = []
+    more = cursor.first()
+    while more and len(names) < MAX_NAMED - 1:
+        if len(cursor.value()) == _NAMED_BYTES and _is_named(env, cursor.key()):
+            names.append(cursor.key())
+        elif only:
+            return []
+        more = cursor.next()
+    return names
+
+
+def _is_named(env: lmdb.Environment, key: bytes) -> bool:
+    try:
+        env.open_db(key, create=False)
+    except (lmdb.IncompatibleError, lmdb.DbsFullError, lmdb.BadValsizeError):
+        return False
+    return True
 
 
 def _walk_in_child(path: str, db: str | None) -> bool:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from itertools import islice
 from typing import Any
 
 import lmdb
 
-from datasets import key_index, lmdb_env
+from datasets import key_cache, key_index, lmdb_env
 from datasets.errors import DatasetChanged, DatasetCorrupt, DatasetTruncated, NotADataset, SourceClosed
 from datasets.source import Record, Source, show_key
 
@@ -17,6 +16,10 @@ _STRIDE = 8
 """Every 8th key is kept: a look-up steps over at most 7 neighbours, which lie on the same or the next leaf page."""
 _SCAN_LIMIT = 1 << 18
 """Up to so many records a dense-looking index is proved by a scan of the keys (well under a second)."""
+_KEEP_FROM = 1 << 16
+"""From so many records on, the index of other keys is kept on disk (see :mod:`datasets.key_cache`)."""
+_CHECK_EVERY = 32
+"""Records read between two looks at the file's size."""
 
 
 class LmdbSource(Source):
@@ -26,13 +29,22 @@ class LmdbSource(Source):
     ----------
     path: folder that holds ``data.mdb``, or an LMDB in a single file.
     db: named sub-database; None is the main one.
+    readahead: whether the system reads ahead of a page that is missing from memory. On is right for reading in order,
+        off for shuffled reading: it would read pages that nobody wants. All sources of one path in a process share the
+        choice of the first.
+
+    A file that shrinks while it is read is noticed before every call and every 32 records. What remains: a cut within
+    the microseconds between that look and the reading of a page beyond the new end, which kills the process (SIGBUS).
+    A commit by a writer is noticed before and after every call, so records that it may have overwritten are never
+    handed out.
     """
 
     backend = "lmdb"
 
-    def __init__(self, path: str, db: str | None = None) -> None:
+    def __init__(self, path: str, db: str | None = None, readahead: bool = True) -> None:
         self.path = os.path.abspath(path)
         self.db = db
+        self.readahead = readahead
         self._closed = False
         self._index: key_index.KeyIndex | None = None
         self._records = -1
@@ -52,14 +64,18 @@ class LmdbSource(Source):
         return self._at(index)[0] if steps else key
 
     def read(self, index: int) -> Record:
-        self._live()
-        index = self._check_index(index)
-        return Record(index, *self._at(index), self.name)
+        return self.read_many([index])[0]
 
     def read_many(self, indices: Iterable[int]) -> list[Record]:
         self._live()
         name = self.name
-        return [Record(index, *self._at(index), name) for index in map(self._check_index, indices)]
+        records = []
+        for number, index in enumerate(map(self._check_index, indices)):
+            if number and number % _CHECK_EVERY == 0:
+                self._check_size()
+            records.append(Record(index, *self._at(index), name))
+        self._check_transaction()
+        return records
 
     def identity(self) -> dict[str, Any]:
         self._live()
@@ -75,18 +91,20 @@ class LmdbSource(Source):
 
     def close(self) -> None:
         self._closed = True
-        env, pid = self._env, self._pid
+        opened, pid = self._opened, self._pid
         self._drop()
-        if env is not None and pid == os.getpid():
-            lmdb_env.release(self.path, env)
+        if opened is not None and pid == os.getpid():
+            lmdb_env.release(self.path, opened)
 
     def __del__(self) -> None:
-        if getattr(self, "_env", None) is not None:
+        if getattr(self, "_opened", None) is not None:
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        keep = ("path", "db", "_index", "_records", "_version")
-        return {name: getattr(self, name) for name in keep}
+        keep = ("path", "db", "readahead", "_records", "_version")
+        # A list of keys stays behind: the copy finds it kept on disk, or makes it.
+        index = self._index if isinstance(self._index, key_index.DenseKeys) else None
+        return {name: getattr(self, name) for name in keep} | {"_index": index}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -96,10 +114,9 @@ class LmdbSource(Source):
     # ------------------------------------------------------------------------------------------------------------
 
     def _drop(self) -> None:
-        self._env: lmdb.Environment | None = None
+        self._opened: lmdb_env.Opened | None = None
         self._txn: Any = None
         self._cursor: Any = None
-        self._file = ""
         self._position = -2  # record at which the cursor stands
         self._pid = -1
 
@@ -112,15 +129,25 @@ class LmdbSource(Source):
             self._drop()
             self._open()
             return
-        assert self._env is not None
+        self._check_transaction()
+        self._check_size()
+
+    def _check_transaction(self) -> None:
+        """Raise :class:`DatasetChanged` if a writer has committed since this was opened.
+
+        Pages of our transaction are overwritten by the second commit after it at the earliest, so what was read before
+        a check that passes is sound.
+        """
+        assert self._opened is not None
         assert self._version is not None
-        last = self._env.info()["last_txnid"]
+        last = self._opened.env.info()["last_txnid"]
         if last != self._version[0]:
             raise self._changed(f"transaction {last}")
-        try:
-            have = os.stat(self._file).st_size
-        except FileNotFoundError:
-            return  # unlinked or replaced: the pages of the old file stay mapped, whole, as long as we hold them
+
+    def _check_size(self) -> None:
+        assert self._opened is not None
+        assert self._version is not None
+        have = self._opened.size  # of the file that is mapped: one that is replaced stays whole as long as we hold it
         if have < self._version[1]:
             raise DatasetTruncated(
                 f"{self.name} became shorter while it was being read",
@@ -130,11 +157,11 @@ class LmdbSource(Source):
             )
 
     def _open(self) -> None:
-        env = lmdb_env.acquire(self.path, self.name)
+        opened = lmdb_env.acquire(self.path, self.name, self.readahead)
         try:
-            needed = lmdb_env.needed_bytes(env, self.path, self.db, self.name)
-            handle = self._open_db(env)
-            txn = env.begin(db=handle, buffers=False)
+            needed = lmdb_env.needed_bytes(opened, self.path, self.db, self.name)
+            handle = self._open_db(opened.env)
+            txn = opened.env.begin(db=handle, buffers=False)
             if handle.flags(txn)["dupsort"]:
                 raise NotADataset(f"{self.name} holds several values per key", expected="one record per key")
             version = (txn.id(), needed)
@@ -142,18 +169,31 @@ class LmdbSource(Source):
                 raise self._changed(f"transaction {version[0]}")
             records = txn.stat(handle)["entries"]
             cursor = txn.cursor()
+            if self.db is None:
+                self._refuse_names(opened.env, cursor)
             if self._index is None:
-                self._index = self._make_index(cursor, records)
+                self._index = self._make_index(opened, version[0], cursor, records)
         except lmdb.Error as error:
-            lmdb_env.release(self.path, env)
+            lmdb_env.release(self.path, opened)
             raise self._corrupt("cannot be read", error) from error
         except BaseException:
-            lmdb_env.release(self.path, env)
+            lmdb_env.release(self.path, opened)
             raise
         self._version, self._records = version, records
-        self._file = lmdb_env.data_file(self.path)
-        self._env, self._txn, self._cursor, self._pid = env, txn, cursor, os.getpid()
+        self._opened, self._txn, self._cursor, self._pid = opened, txn, cursor, os.getpid()
         self._position = -2
+
+    def _refuse_names(self, env: lmdb.Environment, cursor: Any) -> None:
+        """Raise :class:`NotADataset` where the main database holds nothing but the names of others."""
+        names = lmdb_env.named(env, cursor)
+        if names:
+            raise NotADataset(
+                f"{self.path} holds named databases and no records of its own",
+                expected="records in the main database, or the name of another",
+                found=_listed(names),
+                hint=f"name one: data.<phase>.db: {names[0].decode('utf-8', 'backslashreplace')}, "
+                "or open_source(path, db=…)",
+            )
 
     def _open_db(self, env: lmdb.Environment) -> Any:
         if self.db is None:
@@ -162,22 +202,38 @@ class LmdbSource(Source):
             return env.open_db(self.db.encode(), create=False)
         except (lmdb.NotFoundError, lmdb.IncompatibleError) as error:
             with env.begin() as txn:
-                names = [show_key(key) for key in islice(txn.cursor().iternext(values=False), 8)]
+                names = lmdb_env.named(env, txn.cursor(), only=False)
             raise NotADataset(
                 f"{self.path} holds no database named '{self.db}'",
-                expected="the name of a sub-database",
-                found="keys of the main database: " + (", ".join(names) or "none"),
+                expected="one of: " + _listed(names) if names else "no name: it has none but the main database",
+                found=f"db '{self.db}'",
             ) from error
 
-    def _make_index(self, cursor: Any, records: int) -> key_index.KeyIndex:
+    def _make_index(self, opened: lmdb_env.Opened, transaction: int, cursor: Any, records: int) -> key_index.KeyIndex:
         if records > _SCAN_LIMIT and cursor.first():
             first = cursor.key()
             cursor.last()
             dense = key_index.dense_by_ends(first, cursor.key(), records)
             if dense is not None:
                 return dense
-        cursor.first()
-        return key_index.build(cursor.iternext(keys=True, values=False), _STRIDE)
+
+        def scan() -> key_index.KeyIndex:
+            cursor.first()
+            return key_index.build(cursor.iternext(keys=True, values=False), _STRIDE)
+
+        if records < _KEEP_FROM:
+            return scan()
+        status = os.fstat(opened.fd)
+        state = {
+            "path": os.path.realpath(lmdb_env.data_file(self.path)),
+            "db": self.db,
+            "records": records,
+            "transaction": transaction,
+            "size": status.st_size,
+            "inode": status.st_ino,
+            "mtime_ns": status.st_mtime_ns,
+        }
+        return key_cache.kept(f"lmdb {state['path']} {self.db}", state, scan)
 
     def _at(self, index: int) -> tuple[bytes, bytes]:
         """Key and value of a record that exists."""
@@ -210,7 +266,8 @@ class LmdbSource(Source):
             return cursor.key(), cursor.value()
         except lmdb.Error as error:
             self._position = -2
-            raise self._corrupt(f"cannot be read at record {index}", error) from error
+            self._check_transaction()  # a writer may be the reason
+            raise self._corrupt(f"cannot be read at record {index} of {self._records}", error) from error
 
     def _changed(self, found: str) -> DatasetChanged:
         assert self._version is not None
@@ -226,5 +283,10 @@ class LmdbSource(Source):
             f"{self.name} {what}",
             expected="an intact LMDB",
             found=str(error),
-            hint="copy it again from where it was made, and compare checksums",
+            hint="copy it again from where it was made, and compare checksums; "
+            f"python -m datasets.verify {self.path} lists what is damaged and saves what is sound",
         )
+
+
+def _listed(names: list[bytes]) -> str:
+    return ", ".join(show_key(name) for name in names[:16]) + (" …" if len(names) > 16 else "")

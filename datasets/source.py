@@ -1,6 +1,7 @@
 """One way to read records, whatever stores them: ``open_source(path)`` finds out what lies there.
 
-A source is addressed by position in the byte order of its keys: 0 .. len - 1. It opens lazily in the process that
+A source is addressed by position in the byte order of its keys: 0 .. len - 1 (so '10' comes before '2': keys that are
+numbers need padding to come in numeric order; ``python -m datasets.inspect`` warns where they have none). It opens lazily in the process that
 reads: pickling it drops every handle, and a copy in another process (spawned or forked) opens for itself.
 Nothing here ever creates, locks or writes anything in a data set's folder.
 """
@@ -16,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from datasets.errors import ManifestMismatch, WrongBackend
+from datasets.patience import check_that_it_answers
 from datasets.sniff import sniff
 from profiler.errors import StallscopeError, UsageError
 
@@ -125,7 +127,9 @@ class Source(ABC):
         return f"<{type(self).__name__} {self.name}>"
 
 
-def open_source(path: str | os.PathLike[str], *, backend: str | None = None, db: str | None = None) -> Source:
+def open_source(
+    path: str | os.PathLike[str], *, backend: str | None = None, db: str | None = None, readahead: bool = True
+) -> Source:
     """Open a data set of records for reading.
 
     Parameters
@@ -135,11 +139,14 @@ def open_source(path: str | os.PathLike[str], *, backend: str | None = None, db:
     backend: ``lmdb`` or ``leveldb``, in either case of letters. Left out, what lies there decides. Named and wrong,
         it is refused.
     db: a named sub-database; LMDB only.
+    readahead: whether the system reads ahead of missing pages of an LMDB: on for reading in order, off for shuffled
+        reading. No effect on other kinds.
 
     Raises
     ------
     EmptyPath, SourceMissing, EmptyFolder, NotADataset, CurrentMissing, WrongBackend: what lies at the path.
     DatasetTruncated, DatasetCorrupt: the database is there and damaged.
+    SourceError: it cannot be opened, or the file system does not answer within a minute.
     ManifestMismatch: a manifest beside the data set says something else.
     """
     place, found = locate(path, backend=backend, db=db)
@@ -151,7 +158,7 @@ def open_source(path: str | os.PathLike[str], *, backend: str | None = None, db:
     if found == "lmdb":
         from datasets.lmdb_source import LmdbSource
 
-        source = LmdbSource(place, db=db)
+        source = LmdbSource(place, db=db, readahead=readahead)
     else:
         from datasets.leveldb_source import LevelDbSource
 
@@ -175,6 +182,8 @@ def locate(path: str | os.PathLike[str], *, backend: str | None = None, db: str 
         if wanted or db is not None:
             raise UsageError(f"'{text}' lies in memory: it has neither a backend nor a named database")
         return text, "memory"
+    if text.strip():
+        check_that_it_answers(text)
     place, found = sniff(text, wanted)
     if wanted and wanted != found:
         raise WrongBackend(

@@ -173,7 +173,7 @@ def test_sources_of_one_path_share_an_environment(plain, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(plain)
     first, second = open_source(plain), open_source(link)
-    assert first._env is second._env
+    assert first._opened is second._opened
     first.close()
     assert second.read(4).key == b"00000004"
     second.close()
