@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import zlib
 from array import array
 from collections import Counter
@@ -29,6 +30,7 @@ from profiler.errors import StallscopeError
 SCHEMA = 1
 _MOST_LABELS = 1000
 """A histogram of more labels than this is left out."""
+_NUMBER = re.compile(rb"\d{1,18}")
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,12 @@ class Tally:
         self.encoded = 0
         self.shapes: Counter[tuple[int, int, int]] = Counter()
         self.labels: Counter[int] = Counter()
+        self.key_order = "numeric"
+        self._last_number = -1
         self._crcs = array("I")
         self._hash = hashlib.sha256()
 
-    def add(self, key: bytes, value: bytes, shape: tuple[int, int, int], label: int, encoded: bool) -> None:
+    def add(self, key: bytes, value: bytes, shape: tuple[int, int, int], label: int | None, encoded: bool) -> None:
         if self.records == 0:
             self.first_key = key
         elif key <= self.last_key:
@@ -88,7 +92,13 @@ class Tally:
         self.last_key = key
         self.records += 1
         self.shapes[shape] += 1
-        self.labels[label] += 1
+        if label is not None:
+            self.labels[label] += 1
+        number = _NUMBER.match(key)
+        if number is None or int(number[0]) < self._last_number:
+            self.key_order = "bytes"
+        else:
+            self._last_number = int(number[0])
         self.encoded += encoded
         self._crcs.append(record_crc(key, value))
         for part in (key, value):
@@ -107,7 +117,7 @@ class Tally:
             records=self.records,
             first_key=key_text(self.first_key),
             last_key=key_text(self.last_key),
-            key_order="numeric",
+            key_order=self.key_order,
             content_sha256=self._hash.hexdigest(),
             shapes={"x".join(map(str, shape)): count for shape, count in sorted(self.shapes.items())},
             encoded=self.encoded,
