@@ -1,4 +1,4 @@
-"""What the operating system says about a thread, a process and the machine, without root.
+"""What the operating system says about a thread, a process, a file and the machine, without root.
 
 Every reading returns its value or :class:`Missing` with the reason; none raises and none invents a zero. Kernels
 differ (no schedstat, no PSI, cgroup v1 or v2, containers hiding files), so each reason is worth showing.
@@ -6,6 +6,9 @@ differ (no schedstat, no PSI, cgroup v1 or v2, containers hiding files), so each
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import mmap
 import os
 import resource
 import socket
@@ -14,6 +17,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+_WINDOW = 1 << 30  # bytes of a file mapped at a time
+_LOWEST_BIT = bytes(byte & 1 for byte in range(256))
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 
 
@@ -210,6 +215,54 @@ def smaps(pid: int | None = None) -> Smaps | Missing:
     if len(sizes) != 2:
         return Missing(f"{path} holds no Rss and Pss")
     return Smaps(sizes["Rss"], sizes["Pss"])
+
+
+def resident_bytes(path: str | os.PathLike[str]) -> int | Missing:
+    """Bytes of a file that lie in the page cache, in whole pages. Reads nothing of the file, and moves no page."""
+    untold = _mincore_tells()
+    if untold is not None:
+        return untold
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            # The kernel tells those who could find out by other means, and calls everything resident to the rest.
+            if os.geteuid() not in (0, status.st_uid) and not os.access(path, os.W_OK):
+                return Missing("the system tells page residency only to the file's owner and to those who may write it")
+            pages = 0
+            for offset in range(0, status.st_size, _WINDOW):
+                pages += _resident_pages(min(_WINDOW, status.st_size - offset), file.fileno(), offset)
+            return min(pages * mmap.PAGESIZE, status.st_size)
+    except (OSError, ValueError) as error:
+        return Missing(f"{path}: {getattr(error, 'strerror', None) or error}")
+
+
+@functools.cache
+def _mincore_tells() -> Missing | None:
+    """None where ``mincore`` works: memory that was never touched must not be called resident."""
+    try:
+        if _resident_pages(64 * mmap.PAGESIZE, -1, 0):
+            return Missing("this system's mincore calls untouched memory resident")
+    except (OSError, AttributeError, ValueError) as error:
+        return Missing(f"no mincore ({error})")
+    return None
+
+
+def _resident_pages(nbytes: int, fd: int, offset: int) -> int:
+    """How many of the pages of a stretch of a file (or of fresh memory, with fd -1) are in memory."""
+    library = ctypes.CDLL(None, use_errno=True)
+    flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    address = library.mmap(None, nbytes, mmap.PROT_READ, flags, fd, offset)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    try:
+        told = (ctypes.c_ubyte * (-(-nbytes // mmap.PAGESIZE)))()
+        if library.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), told):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return bytes(told).translate(_LOWEST_BIT).count(1)
+    finally:
+        library.munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
 
 
 def boot_id() -> str:
