@@ -36,6 +36,7 @@ class LevelDbReader(RawReader):
             # Before LevelDB opens the view: it replays the logs and then deletes them.
             bad = [bad for name in view.files if name.endswith(".log") for bad in bad_log(Path(self.path, name))]
             last: bytes | None = None
+            gaps: list[BadBlock] = []
             blamed = False
             for attempt in ("as it is", "without damaged logs", "repaired"):
                 if attempt == "without damaged logs" and last is not None:
@@ -44,6 +45,8 @@ class LevelDbReader(RawReader):
                     if attempt == "repaired":
                         plyvel.repair_db(view.path, paranoid_checks=True)
                     for key, value in _records(plyvel, view.path, last, paranoid=attempt == "as it is"):
+                        while gaps and gaps[-1].upto < key:
+                            yield Lost(gaps[-1].place, gaps.pop().reason, None, last)
                         last = key
                         yield Stored(key, value)
                     break
@@ -51,7 +54,9 @@ class LevelDbReader(RawReader):
                     failure = error_text(error).replace(view.path, self.path)
                     if not blamed:
                         found = self._blocks(view, failure, bool(bad or problems))
-                        yield from (Lost(block.place, block.reason, None, last) for block in found)
+                        yield from (Lost(block.place, block.reason) for block in found if not block.upto)
+                        # Told where reading passes them, with the key before them.
+                        gaps = sorted((block for block in found if block.upto), key=lambda block: block.upto)[::-1]
                         blamed = True
             else:
                 raise DatasetCorrupt(
@@ -59,7 +64,7 @@ class LevelDbReader(RawReader):
                     found=failure,
                     hint="copy it again from where it was made",
                 )
-            yield from (Lost(block.place, block.reason, None, last) for block in bad)
+            yield from (Lost(block.place, block.reason, None, last) for block in [*gaps[::-1], *bad])
         finally:
             view.remove()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from datasets.leveldb_view import log_fragments, varint
+from datasets.leveldb_log import cut_end, log_fragments, varint
 from profiler.jit import njit
 
 _FOOTER = 48
@@ -32,12 +32,12 @@ class BadBlock:
     Attributes
     ----------
     place: file and byte. reason: what is wrong.
-    upto: a key at or after the last one of the block; None where the whole rest of the file is meant.
+    upto: a key at or after the last one of the block; empty where it is not one block that is damaged.
     """
 
     place: str
     reason: str
-    upto: bytes | None = None
+    upto: bytes = b""
 
 
 def bad_blocks(table: Path) -> list[BadBlock]:
@@ -70,18 +70,15 @@ def bad_log(log: Path) -> list[BadBlock]:
     content = log.read_bytes()
     whole = np.frombuffer(content, np.uint8)
     found: list[BadBlock] = []
-    end = 0
-    unfinished = False
     try:
-        for start, kind, payload in log_fragments(content):
+        for start, _, payload in log_fragments(content):
             stored = int.from_bytes(content[start : start + 4], "little")
-            end = start + 7 + len(payload)
-            if _masked(_crc32c(_TABLE, whole[start + 6 : end])) != stored:
+            if _masked(_crc32c(_TABLE, whole[start + 6 : start + 7 + len(payload)])) != stored:
                 found.append(BadBlock(f"{log.name}, byte {start}", "checksum mismatch in the write-ahead log"))
-            unfinished = kind in (2, 3)
+        end = cut_end(content)
     except ValueError as error:
         return [*found, BadBlock(log.name, f"cannot be understood: {error}")]
-    if unfinished or any(content[end:]):
+    if end is not None:
         found.append(
             BadBlock(
                 f"{log.name}, byte {end}",

@@ -61,6 +61,8 @@ class LmdbReader(RawReader):
         self.path = path
         self.db = db
         self._file = lmdb_env.data_file(path)
+        self._seen: set[int] = set()
+        self._cut = False
         with self._opened():
             self._meta = self._read_meta()
             tree = self._meta.main if db is None else self._named(db)
@@ -71,7 +73,8 @@ class LmdbReader(RawReader):
 
     def scan(self) -> Iterator[Stored | Lost]:
         with self._opened() as file:
-            self._seen: set[int] = set()
+            self._seen = set()
+            self._cut = False
             have = os.fstat(file.fileno()).st_size
             need = (self._meta.last_page + 1) * self._meta.page_size
             last: bytes | None = None
@@ -83,7 +86,7 @@ class LmdbReader(RawReader):
                     yield item
                 else:
                     yield Lost(item.place, item.reason, item.key, last)
-            if have < need and read < self._tree.entries:
+            if self._cut or (have < need and read < self._tree.entries):
                 yield Lost(
                     "the file", f"is cut off: {have} bytes of {need}; an interrupted copy, most likely", None, last
                 )
@@ -121,7 +124,6 @@ class LmdbReader(RawReader):
 
     def _named(self, db: str) -> _Tree:
         names = []
-        self._seen = set()
         for item in self._walk(self._meta.main, databases=True):
             if isinstance(item, Stored):
                 if item.key == db.encode():
@@ -142,7 +144,8 @@ class LmdbReader(RawReader):
             number, low, high = stack.pop()
             page, problem = self._page(number)
             if page is None:
-                yield Lost(f"page {number}", problem)
+                if problem:
+                    yield Lost(f"page {number}", problem)
                 continue
             if problem:
                 yield Lost(f"page {number}", problem)
@@ -167,7 +170,8 @@ class LmdbReader(RawReader):
         self._seen.add(number)
         page = self._bytes.read(number * size, size)
         if len(page) < size:
-            return None, "lies beyond the end of the file"
+            self._cut = True  # said once, for the whole file
+            return None, ""
         own, _, flags, lower, upper = struct.unpack_from("<QHHHH", page)
         kind = flags & 0x6F
         if kind not in (_BRANCH, _LEAF):

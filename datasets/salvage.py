@@ -1,0 +1,101 @@
+"""Copy the sound records of a damaged data set to a new database, keys and values unchanged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from datasets import writer
+from datasets.manifest import Tally, read_manifest, remove_manifest, write_manifest
+from datasets.raw import RawReader
+from datasets.verify import Seen, examine
+from profiler.errors import UsageError
+
+_LISTED = 100
+
+
+class _NothingSound(Exception):
+    """There is nothing to copy: the temporary database goes."""
+
+
+def salvage(
+    reader: RawReader,
+    out: str | os.PathLike[str],
+    *,
+    backend: str | None = None,
+    force: bool = False,
+    progress: Callable[[int], object] = lambda done: None,
+) -> dict[str, Any]:
+    """Check everything, copy what is sound to ``out``, with a manifest beside it that lists what was lost.
+
+    Parameters
+    ----------
+    backend: ``lmdb`` or ``leveldb``; None for that of the source. force: replace a database at ``out``.
+
+    Returns the document of :func:`datasets.verify.examine` with ``salvaged`` filled in: {path, backend, records, lost};
+    ``lost`` is a lower bound where the source does not say how many records it held.
+
+    Raises :class:`UsageError` for a wrong target. The source is only read.
+    """
+    target_path = Path(os.path.abspath(out))
+    _check_apart(reader, target_path)
+    writer.check_target(target_path, force)
+    kind = backend or (reader.backend if reader.backend in writer.WRITERS else "lmdb")
+    before = None if reader.backend == "memory" else read_manifest(reader.path)
+    tally = Tally()
+    document: dict[str, Any] = {}
+    try:
+        with writer.new_folder(target_path) as folder:
+            target = writer.WRITERS[kind](folder)
+
+            def keep(seen: Seen) -> None:
+                target.put(seen.item.key, seen.item.value)
+                tally.add(seen.item.key, seen.item.value, seen.shape, seen.label, seen.encoded)
+
+            try:
+                document = examine(reader, keep, progress)
+                if not tally.records:
+                    raise _NothingSound
+                target.close()
+            finally:
+                target.abandon()
+            remove_manifest(target_path)
+    except _NothingSound:
+        document["salvaged"] = {"path": None, "backend": kind, "records": 0, "lost": _lost(document)}
+        return document
+    reasons = [f"{entry['key']}: {entry['reason']}" for entry in document["bad"]]
+    reasons += [f"{entry['place']}: {entry['reason']}" for entry in document["damage"]]
+    manifest = tally.manifest(
+        backend=kind,
+        classes=before.classes if before else None,
+        source=reader.path,
+        options={"kind": "salvage", "db": reader.db},
+        shuffle_seed=before.shuffle_seed if before else None,
+        skipped=reasons[:_LISTED],
+        skipped_count=_lost(document),
+    )
+    write_manifest(target_path, manifest, tally.crcs)
+    lost = _lost(document)
+    document["salvaged"] = {"path": str(target_path), "backend": kind, "records": tally.records, "lost": lost}
+    return document
+
+
+def _lost(document: dict[str, Any]) -> int:
+    known = len(document["bad"])
+    if document["expected"] is None:
+        return known
+    return max(known, document["expected"] - document["sound"])
+
+
+def _check_apart(reader: RawReader, out: Path) -> None:
+    """Refuse a target that is the source, lies in it, or holds it."""
+    if reader.backend == "memory":
+        return
+    source, target = (Path(os.path.realpath(path)) for path in (reader.path, out))
+    if source == target or source in target.parents or target in source.parents:
+        raise UsageError(
+            f"{out} and the data set {reader.path} are not apart: the source must stay as it is",
+            hint="name another target",
+        )
