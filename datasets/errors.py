@@ -41,12 +41,20 @@ class DatasetCorrupt(SourceError):
     """The database library found damage."""
 
 
+class CodecMissing(SourceError):
+    """A database is sound, but the library that reads it was built without the codec of its blocks."""
+
+
 class DatasetChanged(SourceError):
     """The data set was written to while it was being read, or since it was pickled."""
 
 
 class ManifestMismatch(SourceError):
     """The data set is not what the manifest beside it describes."""
+
+
+class PairMismatch(SourceError):
+    """Two sources that are read as pairs hold different keys."""
 
 
 class SourceClosed(SourceError):

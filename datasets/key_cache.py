@@ -1,9 +1,9 @@
-"""Key indexes kept on disk, so that the keys of a large database are scanned once and not by every process of every run.
+"""Key indexes kept on disk, so that the keys of a large database are scanned once and not by every process.
 
 One file a database lies in ``keys`` of the cache folder (``$STALLSCOPE_CACHE``, else ``stallscope`` in
-``$XDG_CACHE_HOME`` or ``~/.cache``). It is mapped, so all processes of a machine share its memory. It carries what it was
-made from (path, size, last transaction, …): a file made from anything else is not used. It appears whole or not at all, and
-while one process scans, the others wait for its result.
+``$XDG_CACHE_HOME`` or ``~/.cache``). It is mapped, so all processes of a machine share its memory. It carries what it
+was made from (path, size, last transaction, …): a file made from anything else is not used. It appears whole or not at
+all, and while one process scans, the others wait for its result.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets.errors import DatasetCorrupt, SourceError
-from datasets.leveldb_source import error_text, import_plyvel, open_files_limit
+from datasets.leveldb_library import error_text, import_plyvel, open_files_limit
 from datasets.leveldb_tables import BadBlock, bad_blocks, bad_log
 from datasets.leveldb_view import PrivateView
 from datasets.raw import Lost, RawReader, Stored

@@ -6,7 +6,6 @@ Every copy of a source opens a view of its own. A node should have one: its owne
 from __future__ import annotations
 
 import os
-import resource
 import warnings
 from collections.abc import Iterable
 from itertools import islice
@@ -22,7 +21,7 @@ from datasets.errors import (
     SourceClosed,
     SourceError,
 )
-from datasets.leveldb_codec import codec_missing
+from datasets.leveldb_library import codec_missing, error_text, import_plyvel, open_files_limit
 from datasets.leveldb_log import cut_end
 from datasets.leveldb_view import PrivateView
 from datasets.source import Record, Source, show_key
@@ -35,8 +34,6 @@ _PACKED = 32
 """Keys in a compressed block of the index. Every key is kept where that takes no more than 16 bytes a record: stepping
 over neighbours, as in an LMDB, would decompress blocks of records that nobody wants."""
 _TABLES_AT_ONCE = 64
-_FILES_MOST = 1000
-_FILES_RESERVE = 128
 
 _abandoned: list[Any] = []
 """Handles inherited through fork. Closing one would wait for a thread that exists in the parent only."""
@@ -50,8 +47,8 @@ class LevelDbSource(Source):
     path: folder that holds ``CURRENT``.
 
     What is read is the moment at which it was opened: a writer that comes later is warned of, and changes nothing here.
-    A table that is cut in place while it is mapped is noticed before every call, over several calls where there are more
-    than 64 tables; a cut between that look and a read of its missing part kills the process (SIGBUS).
+    A table that is cut in place while it is mapped is noticed before every call, or over several calls where there are
+    more than 64 tables; a cut between that look and a read of its missing part kills the process (SIGBUS).
     """
 
     backend = "leveldb"
@@ -175,8 +172,8 @@ class LevelDbSource(Source):
             return  # LevelDB says so when it replays the log
         if end is not None:
             warnings.warn(
-                f"{self.name}: the write-ahead log {log.name} ends inside a record, at byte {end}: it was cut by a copy or "
-                "a kill, and records may be missing",
+                f"{self.name}: the write-ahead log {log.name} ends inside a record at byte {end}: it was cut by a copy "
+                "or a kill, and records may be missing",
                 DatasetWarning,
                 stacklevel=4,
             )
@@ -286,8 +283,8 @@ class LevelDbSource(Source):
         if db is not None:
             try:
                 with db.iterator(include_value=False, verify_checksums=True, fill_cache=False) as keys:
-                    for last in keys:
-                        pass
+                    for key in keys:
+                        last = key
             except type(error):
                 what += f" beyond the key {show_key(last)}" if last else " at its first key"
         return self._damage(what, error, view, lambda low, high: high >= last)
@@ -324,30 +321,3 @@ def _stat(path: str) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def error_text(error: Exception) -> str:
-    """plyvel's messages are bytes."""
-    text = error.args[0] if error.args else ""
-    return text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
-
-
-def open_files_limit() -> int:
-    """How many tables LevelDB may keep open under this process's limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return _FILES_MOST
-    return max(16, min(_FILES_MOST, soft - _FILES_RESERVE))
-
-
-def import_plyvel(name: str) -> Any:
-    """The module, or a :class:`SourceError` that says how to get it."""
-    try:
-        import plyvel
-    except ImportError as error:
-        raise SourceError(
-            f"reading {name} needs the package 'plyvel', which is not installed",
-            found=str(error),
-            hint="pip install 'plyvel>=1.5.1' (it has wheels for Python 3.11 and 3.12), or convert the data to LMDB",
-        ) from error
-    return plyvel

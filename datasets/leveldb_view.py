@@ -50,7 +50,7 @@ class PrivateView:
             self.path = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
             self._remover = weakref.finalize(self, _remove, self.path, os.getpid())
             try:
-                self.files = {}
+                self.files: dict[str, int] = {}
                 self.ranges: dict[str, tuple[bytes, bytes]] = {}
                 self._fill(Path(folder), Path(self.path), name, problems)
                 return

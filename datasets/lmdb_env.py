@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import lmdb
 
 from datasets.errors import DatasetTruncated, DatasetWarning, NotADataset, SourceError
-from datasets.lmdb_writer import active_writer
+from datasets.writers import lmdb_writer
 
 MAX_NAMED = 64
 """Named databases of one environment that can be open at once."""
@@ -91,7 +91,7 @@ def acquire(path: str, name: str, readahead: bool = True) -> Opened:
         opened = _environments.get(key)
         if opened is None:
             opened = _environments[key] = _open(key, name, readahead)
-            writer = active_writer(key, data_file(key))
+            writer = lmdb_writer(key, data_file(key))
             if writer is not None:
                 warnings.warn(
                     f"{name}: {writer}. What was committed so far is read; the next commit ends this run, since it may "
@@ -209,8 +209,9 @@ def named(env: lmdb.Environment, cursor: lmdb.Cursor, only: bool = True) -> list
     names: list[bytes] = []
     more = cursor.first()
     while more and len(names) < MAX_NAMED - 1:
-        if len(cursor.value()) == _NAMED_BYTES and _is_named(env, cursor.key()):
-            names.append(cursor.key())
+        key = bytes(cursor.key())
+        if len(cursor.value()) == _NAMED_BYTES and _is_named(env, key):
+            names.append(key)
         elif only:
             return []
         more = cursor.next()

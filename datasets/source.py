@@ -1,7 +1,7 @@
 """One way to read records, whatever stores them: ``open_source(path)`` finds out what lies there.
 
-A source is addressed by position in the byte order of its keys: 0 .. len - 1. So '10' comes before '2': numbers as keys
-need padding to come in numeric order (``python -m datasets.inspect`` warns where they have none). It opens lazily in the
+A source is addressed by position in the byte order of its keys: 0 .. len - 1. So '10' comes before '2': numbers need
+padding to come in numeric order (``python -m datasets.inspect`` warns where they have none). It opens lazily in the
 process that reads: pickling it drops every handle, and a copy in another process (spawned or forked) opens for itself.
 Nothing here ever creates, locks or writes anything in a data set's folder.
 """

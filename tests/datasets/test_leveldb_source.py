@@ -12,7 +12,7 @@ from pathlib import Path
 import plyvel
 import pytest
 
-from datasets import leveldb_source, leveldb_view, open_source
+from datasets import leveldb_library, leveldb_source, leveldb_view, open_source
 from datasets.errors import (
     DatasetChanged,
     DatasetCorrupt,
@@ -386,4 +386,4 @@ def test_without_plyvel_the_error_says_what_to_do(monkeypatch):
 @pytest.mark.parametrize(("limit", "most"), [(64, 16), (1024, 896), (1_000_000, 1000), (resource.RLIM_INFINITY, 1000)])
 def test_open_tables_leave_room_under_the_limit_of_open_files(monkeypatch, limit, most):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    assert leveldb_source.open_files_limit() == most
+    assert leveldb_library.open_files_limit() == most

@@ -1,8 +1,8 @@
-"""Whether somebody is writing to an LMDB now: told by its lock file and /proc, without taking or leaving a lock.
+"""Who is writing to a database now: told by its lock file and /proc, without taking or leaving a lock.
 
-The lock file is read, never locked or mapped. Reading it is safe only where this process has no environment of its own
-on the same path with a lock, since closing any descriptor of a file gives up all locks that a process has on it; py-lmdb
-allows one environment a path, so look after opening one without a lock.
+An LMDB's lock file is read, never locked or mapped. Reading it is safe only where this process has no environment of
+its own with a lock on that path, since closing any descriptor of a file gives up all locks that a process has on it.
+py-lmdb allows one environment a path, so look after opening one without a lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def lock_file(path: str) -> str:
     return os.path.join(path, "lock.mdb") if os.path.isdir(path) else path + "-lock"
 
 
-def active_writer(path: str, data_file: str) -> str | None:
+def lmdb_writer(path: str, data_file: str) -> str | None:
     """Names a live process that writes, or holds the database open for writing; None where none can be seen.
 
     A lock file without a live process behind it, and readers that use locks, are nobody.
