@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datasets.footprint import Footprint
+from datasets.image_file import CONVERTIBLE, NATIVE
 from datasets.source import show_key
 from datasets.survey import Keys, Labels, Survey
 
@@ -15,13 +16,11 @@ def warnings_of(found: Survey) -> list[str]:
         return ["there are no records"]
     warned = []
     if found.bad_records:
-        warned.append(f"{found.bad_records} of {found.looked_at} records cannot be understood as Caffe's Datum")
+        warned.append(f"{found.bad_records:,} of {found.looked_at:,} records cannot be understood as Caffe's Datum")
     warned += _of_labels(found.labels, found.complete)
     warned += _of_content(found)
     warned += _of_keys(found.keys)
     warned += _of_storage(found.on_disk)
-    if not found.complete:
-        warned = [f"{text} (of the {found.looked_at:,} records looked at)" for text in warned]
     return warned
 
 
@@ -30,11 +29,11 @@ def _of_labels(labels: Labels, complete: bool) -> list[str]:
     if labels.grouped:
         warned.append(
             f"records are grouped by label: {labels.runs} runs of equal labels, the longest {labels.longest} records, "
-            f"where a random order has about {labels.expected_runs:.0f} and no run longer than {labels.shuffled_most}; "
-            "train with order.shuffle: full"
+            f"where a random order has about {labels.expected_runs:.0f} and hardly one above "
+            f"{labels.shuffled_most} records; train with order.shuffle: full"
         )
     if labels.absent and (labels.present or labels.vectors):
-        warned.append(f"{labels.absent} records have no label; training needs one in each")
+        warned.append(f"{_many(labels.absent, 'record')} without a label; training needs one in each")
     elif labels.absent:
         warned.append("no record has a label, which is not the same as label 0; training needs one in each")
     if not labels.counts:
@@ -42,7 +41,10 @@ def _of_labels(labels: Labels, complete: bool) -> list[str]:
     least, most, classes = min(labels.counts), max(labels.counts), len(labels.counts)
     negative = sum(count for label, count in labels.counts.items() if label < 0)
     if negative:
-        warned.append(f"{negative} labels are negative (the least is {least}); a loss takes them only as ignore_label")
+        warned.append(
+            f"{_many(negative, 'record')} with a negative label (the least is {least}), "
+            "which a loss takes only as ignore_label"
+        )
     elif least == 1 and most == classes > 1:
         warned.append(
             f"labels run from 1 to {most}: a net needs {most + 1} outputs, or labels that begin at 0; "
@@ -67,13 +69,16 @@ def _of_content(found: Survey) -> list[str]:
         warned.append("the number of channels differs between records: set force_color or force_gray")
     if len(encodings) > 1 and ("raw" in encodings or "float" in encodings):
         warned.append(f"different kinds of records are mixed: {', '.join(encodings)}")
-    odd = [mode for mode in found.modes if mode not in ("L", "RGB")]
-    if odd:
-        firsts = ", ".join(f"{mode} (record {found.first['mode', mode]})" for mode in odd)
-        warned.append(f"image files of mode {firsts}: not decoded without force_color or force_gray")
+    for modes, remedy in (
+        ([mode for mode in found.modes if mode in CONVERTIBLE], "not decoded without force_color or force_gray"),
+        ([mode for mode in found.modes if mode not in NATIVE + CONVERTIBLE], "not 8-bit images, so never decoded"),
+    ):
+        if modes:
+            firsts = ", ".join(f"{mode} (record {found.first['mode', mode]})" for mode in modes)
+            warned.append(f"image files of mode {firsts}: {remedy}")
     if found.unflagged:
         warned.append(
-            f"{found.unflagged} records hold image files but lack the flag 'encoded'; they are decoded all the same"
+            f"{_many(found.unflagged, 'record')} with image files but without the flag 'encoded'; decoded all the same"
         )
     return warned
 
@@ -91,7 +96,12 @@ def _of_storage(on_disk: Footprint | None) -> list[str]:
     pages = on_disk.pages if on_disk else None
     if pages is None or pages.unused < _DEAD_SHARE * pages.total or pages.unused * pages.size < _DEAD_BYTES:
         return []
+    share = pages.unused / pages.total
     return [
-        f"{pages.unused:,} of {pages.total:,} pages ({100 * pages.unused / pages.total:.0f} %) hold nothing: records were "
-        "deleted or written anew; copy the database with mdb_copy -c to get the space back"
+        f"{pages.unused:,} of {pages.total:,} pages ({100 * share:.0f} %) hold nothing: records were deleted or "
+        "written anew; copy the database with mdb_copy -c to get the space back"
     ]
+
+
+def _many(count: int, name: str) -> str:
+    return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"

@@ -52,7 +52,7 @@ def _label_rows(labels: dict[str, Any]) -> list[tuple[str, str]]:
 def disk_text(storage: dict[str, Any]) -> str:
     """What the files take, in words."""
     text = f"{bytes_text(storage['nbytes'])} in {storage['files']} file" + ("s" if storage["files"] != 1 else "")
-    if storage["allocated"] < storage["nbytes"]:
+    if storage["allocated"] < 0.95 * storage["nbytes"]:
         text += f", of which {bytes_text(storage['allocated'])} are allocated (the rest is a hole)"
     if storage["unused_pages"]:
         text += f"; {storage['unused_pages']:,} of {storage['pages']:,} pages hold no records"

@@ -103,7 +103,7 @@ def test_absent_labels_and_mixed_records_are_warned_of(tmp_path):
     ]
     document = examine(make(tmp_path / "db", items))
     text = "\n".join(document["warnings"])
-    for part in ("1 records have no label", "different shapes", "mixed: raw, png", "mode P", "lack the flag"):
+    for part in ("1 record without a label", "different shapes", "mixed: raw, png", "mode P", "without the flag"):
         assert part in text
     assert document["labels"]["absent"] == 1
     assert document["labels"]["min"] == -5
