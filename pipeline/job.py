@@ -238,6 +238,7 @@ class Job:
         from datasets import caffe_pb2
         from gpu.prototxt import read_message
         from gpu.solver import Solver
+        from gpu.warm import warm_up
 
         config, param = self.config, caffe_pb2.SolverParameter()
         read_message(Path(str(config.solver)), param)
@@ -247,6 +248,7 @@ class Job:
             self._test_iterations, self._test_interval = int(param.test_iter[0]), int(param.test_interval)
             self._test_feed = self._open_feed("TEST", 0, None, cycle=self._test_iterations)
             test_shapes = self._input_shapes("TEST", self._test_feed)
+        warm_up(backend)
         solver = Solver(
             str(config.solver),
             net=str(config.net),

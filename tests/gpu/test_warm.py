@@ -1,0 +1,41 @@
+"""After warming up, a LeNet step compiles nothing."""
+
+from pathlib import Path
+
+import numpy as np
+
+import gpu
+from gpu.backend import select_backend
+from gpu.fingerprint import fingerprint_params
+from gpu.layers import kernels
+from gpu.warm import warm_up
+from profiler import hashing
+from profiler.jit import Kernel
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def signatures() -> dict[str, int]:
+    """Number of compiled forms of each kernel."""
+    found = {**vars(kernels), **vars(hashing)}
+    return {name: len(k.dispatcher.signatures) for name, k in found.items() if isinstance(k, Kernel) and k.loaded}
+
+
+def test_a_training_step_finds_its_kernels_compiled() -> None:
+    backend = select_backend("numpy")
+    warm_up(backend)
+    before = signatures()
+    assert len(before) >= 8, before
+    shapes = {"data": (4, 1, 24, 24), "label": (4,)}
+    solver = gpu.Solver(
+        str(EXAMPLES / "lenet_solver.prototxt"),
+        net=str(EXAMPLES / "lenet_train_test.prototxt"),
+        backend=backend,
+        input_shapes=shapes,
+        test_input_shapes=shapes,
+        seed=1,
+    )
+    rng = np.random.default_rng(0)
+    solver.step_on({"data": rng.random((4, 1, 24, 24), np.float32), "label": np.arange(4, dtype=np.int32)})
+    fingerprint_params(solver.net)
+    assert signatures() == before
