@@ -16,6 +16,7 @@ from datasets.leveldb_library import error_text, import_plyvel, open_files_limit
 from datasets.leveldb_tables import BadBlock, bad_blocks, bad_log
 from datasets.leveldb_view import PrivateView
 from datasets.raw import Lost, RawReader, Stored
+from datasets.source import show_key
 
 
 class LevelDbReader(RawReader):
@@ -54,7 +55,7 @@ class LevelDbReader(RawReader):
                     failure = error_text(error).replace(view.path, self.path)
                     if not blamed:
                         found = self._blocks(view, failure, bool(bad or problems))
-                        yield from (Lost(block.place, block.reason) for block in found if not block.upto)
+                        yield from (_whole(block, view) for block in found if not block.upto)
                         # Told where reading passes them, with the key before them.
                         gaps = sorted((block for block in found if block.upto), key=lambda block: block.upto)[::-1]
                         blamed = True
@@ -93,6 +94,13 @@ def _records(plyvel: Any, path: str, last: bytes | None, paranoid: bool) -> Iter
             yield from records
     finally:
         db.close()
+
+
+def _whole(block: BadBlock, view: PrivateView) -> Lost:
+    """A table of which nothing can be found, with the keys it should hold."""
+    first, last = view.ranges.get(block.place.split(",")[0], (b"", b""))
+    keys = f" (keys {show_key(first)} to {show_key(last)})" if last else ""
+    return Lost(block.place, block.reason + keys)
 
 
 def _lost(problem: SourceError, name: str) -> Lost:

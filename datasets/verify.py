@@ -19,13 +19,10 @@ The JSON document::
 
 from __future__ import annotations
 
-import os
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from datasets import datum, decode, terminal
@@ -35,13 +32,14 @@ from datasets.errors import ManifestMismatch
 from datasets.manifest import checksum_path, key_text, read_checksums, read_manifest, record_crc
 from datasets.raw import Lost, RawReader, Stored, open_raw
 from datasets.source import manifest_path
+from datasets.threads import in_order
 from profiler import cli
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA = 1
-_BATCH = 32
+_TOLD_EVERY = 32
 _MOST_SHOWN = 20
 
 
@@ -190,12 +188,12 @@ def examine(
     ManifestMismatch: manifest or checksums cannot be understood. What :meth:`RawReader.scan` raises.
     """
     report = _Report(reader)
-    for found in _looked_at(reader.scan()):
+    for found in in_order(_look, reader.scan()):
         if isinstance(found, Lost):
             report.lose(found)
             continue
         report.add(found, sink)
-        if report.records % _BATCH == 0:
+        if report.records % _TOLD_EVERY == 0:
             progress(report.records)
     progress(report.records)
     return report.document()
@@ -218,20 +216,6 @@ def _checksums(reader: RawReader) -> tuple[int | None, CrcMatcher | None]:
             hint="copy both again, or remove both to verify without them",
         )
     return manifest.records, CrcMatcher(crcs, manifest.first_key, manifest.last_key)
-
-
-def _looked_at(items: Iterable[Stored | Lost]) -> Iterator[Seen | Lost]:
-    """The same items in the same order, decoded by a few threads (the decoders give up the interpreter's lock)."""
-    workers = min(4, os.cpu_count() or 1)
-    pending: deque[Future[list[Seen | Lost]]] = deque()
-    iterator = iter(items)
-    with ThreadPoolExecutor(workers, thread_name_prefix="verify") as pool:
-        while batch := list(islice(iterator, _BATCH)):
-            pending.append(pool.submit(lambda batch: [_look(item) for item in batch], batch))
-            if len(pending) > 2 * workers:
-                yield from pending.popleft().result()
-        while pending:
-            yield from pending.popleft().result()
 
 
 def _look(item: Stored | Lost) -> Seen | Lost:
