@@ -148,8 +148,8 @@ def write_manifest(path: str | os.PathLike[str], manifest: Manifest, crcs: NDArr
 
     The manifest comes last, so where there is a manifest there are checksums. Raises :class:`StallscopeError`.
     """
-    _write_whole(checksum_path(path), crcs.astype("<u4").tobytes())
-    _write_whole(manifest_path(path), (json.dumps(asdict(manifest), indent=1, ensure_ascii=False) + "\n").encode())
+    write_whole(checksum_path(path), crcs.astype("<u4").tobytes())
+    write_whole(manifest_path(path), (json.dumps(asdict(manifest), indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def remove_manifest(path: str | os.PathLike[str]) -> None:
@@ -217,7 +217,8 @@ def damaged(source: Source) -> Iterator[int]:
             yield index
 
 
-def _write_whole(place: Path, content: bytes) -> None:
+def write_whole(place: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all. Raises :class:`StallscopeError`."""
     temporary = place.with_name(f".{place.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
