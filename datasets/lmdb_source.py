@@ -19,7 +19,7 @@ _SCAN_LIMIT = 1 << 18
 _KEEP_FROM = 1 << 16
 """From so many records on, the index of other keys is kept on disk (see :mod:`datasets.key_cache`)."""
 _CHECK_EVERY = 32
-"""Records read between two looks at the file's size."""
+"""Records read between two looks at the file's size and its last transaction."""
 
 
 class LmdbSource(Source):
@@ -35,8 +35,8 @@ class LmdbSource(Source):
 
     A file that shrinks while it is read is noticed before every call and every 32 records. What remains: a cut within
     the microseconds between that look and the reading of a page beyond the new end, which kills the process (SIGBUS).
-    A commit by a writer is noticed before and after every call, so records that it may have overwritten are never
-    handed out.
+    A commit by a writer is noticed before and after every call and every 32 records, so nothing that it may have
+    overwritten is ever handed out.
     """
 
     backend = "lmdb"
@@ -72,6 +72,7 @@ class LmdbSource(Source):
         records = []
         for number, index in enumerate(map(self._check_index, indices)):
             if number and number % _CHECK_EVERY == 0:
+                self._check_transaction()
                 self._check_size()
             records.append(Record(index, *self._at(index), name))
         self._check_transaction()
@@ -115,6 +116,7 @@ class LmdbSource(Source):
 
     def _drop(self) -> None:
         self._opened: lmdb_env.Opened | None = None
+        self._handle: Any = None
         self._txn: Any = None
         self._cursor: Any = None
         self._position = -2  # record at which the cursor stands
@@ -158,6 +160,7 @@ class LmdbSource(Source):
 
     def _open(self) -> None:
         opened = lmdb_env.acquire(self.path, self.name, self.readahead)
+        handle, records = None, 0
         try:
             needed = lmdb_env.needed_bytes(opened, self.path, self.db, self.name)
             handle = self._open_db(opened.env)
@@ -174,14 +177,23 @@ class LmdbSource(Source):
             if self._index is None:
                 self._index = self._make_index(opened, version[0], cursor, records)
         except lmdb.Error as error:
+            beyond = f" beyond {_reach(opened.env, handle, records)}" if records else ""
+            failure = self._corrupt(f"cannot be read{beyond}", error)
             lmdb_env.release(self.path, opened)
-            raise self._corrupt("cannot be read", error) from error
+            raise failure from error
         except BaseException:
             lmdb_env.release(self.path, opened)
             raise
         self._version, self._records = version, records
         self._opened, self._txn, self._cursor, self._pid = opened, txn, cursor, os.getpid()
-        self._position = -2
+        self._handle, self._position = handle, -2
+
+    def _renew(self) -> None:
+        """Begin again after an error: LMDB refuses everything else in a transaction that met damage."""
+        assert self._opened is not None
+        self._txn.abort()
+        self._txn = self._opened.env.begin(db=self._handle, buffers=False)
+        self._cursor = self._txn.cursor()
 
     def _refuse_names(self, env: lmdb.Environment, cursor: Any) -> None:
         """Raise :class:`NotADataset` where the main database holds nothing but the names of others."""
@@ -243,6 +255,7 @@ class LmdbSource(Source):
                 key, _ = self._index.anchor(index)
                 value = self._txn.get(key)
                 if value is None:
+                    self._check_transaction()  # a writer may be the reason
                     raise DatasetCorrupt(
                         f"{self.name}: the keys look like the numbers {show_key(self._index.anchor(0)[0])} and up, "
                         f"but {show_key(key)} is missing",
@@ -260,13 +273,15 @@ class LmdbSource(Source):
                     steps -= 1
             self._position = index if found else -2
             if not found:
+                self._check_transaction()
                 raise DatasetCorrupt(
                     f"{self.name} ends before record {index}", expected=f"{self._records} records by its own count"
                 )
             return cursor.key(), cursor.value()
         except lmdb.Error as error:
             self._position = -2
-            self._check_transaction()  # a writer may be the reason
+            self._check_transaction()
+            self._renew()
             raise self._corrupt(f"cannot be read at record {index} of {self._records}", error) from error
 
     def _changed(self, found: str) -> DatasetChanged:
@@ -286,6 +301,18 @@ class LmdbSource(Source):
             hint="copy it again from where it was made, and compare checksums; "
             f"python -m datasets.verify {self.path} lists what is damaged and saves what is sound",
         )
+
+
+def _reach(env: lmdb.Environment, handle: Any, records: int) -> str:
+    """How far a damaged database can be read in order."""
+    count, last = 0, b""
+    try:
+        with env.begin(db=handle) as txn:
+            for key in txn.cursor().iternext(values=False):
+                count, last = count + 1, key
+    except lmdb.Error:
+        pass  # the end of what can be read
+    return f"record {count} of {records}" + (f", key {show_key(last)}" if count else "")
 
 
 def _listed(names: list[bytes]) -> str:

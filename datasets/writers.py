@@ -86,11 +86,11 @@ def _has_open_for_writing(pid: int, data_file: str) -> bool:
     """Whether a process has the file open for writing; False where /proc does not show us (somebody else's process)."""
     try:
         wanted = os.stat(data_file)
-        for entry in os.scandir(f"/proc/{pid}/fd"):
+        for number in os.listdir(f"/proc/{pid}/fd"):
             try:
-                if not os.path.samestat(os.stat(entry.path), wanted):
+                if not os.path.samestat(os.stat(f"/proc/{pid}/fd/{number}"), wanted):
                     continue
-                info = Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text(encoding="ascii")
+                info = Path(f"/proc/{pid}/fdinfo/{number}").read_text(encoding="ascii")
             except OSError:
                 continue  # closed meanwhile
             flags = next(line.split()[1] for line in info.splitlines() if line.startswith("flags:"))
