@@ -46,7 +46,8 @@ def _interpolate(
                 bottom = np.int64(lower_row[first]) * (_ONE - share) + np.int64(lower_row[second]) * share
                 # The shifts lose bits on purpose: they are the ones of OpenCV's integer path.
                 total = ((top >> 4) * (_ONE - weight) >> 16) + ((bottom >> 4) * weight >> 16)
-                made[channel, y, x] = min(max((total + 2) >> 2, 0), 255)
+                value = (total + 2) >> 2
+                made[channel, y, x] = 0 if value < 0 else 255 if value > 255 else value
 
 
 def _taps(old: int, new: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:

@@ -21,7 +21,7 @@ _LARGE = 1 << 17  # float32 values: enough for the hashes to take their compiled
 
 
 def warm_up(backend: Backend) -> None:
-    """Compile, or load from the cache, what training on the CPU uses. Does nothing for cupy, which has its own cache."""
+    """Compile, or load from the cache, what training on the CPU uses. cupy has a cache of its own."""
     if backend.name == "cupy":
         return
     from gpu.net import Net

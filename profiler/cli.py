@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose usage errors read like every other error of the project."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"error: {message}\n  try:      {self.prog} --help", file=sys.stderr)
+        sys.stderr.write(f"error: {message}\n  try:      {self.prog} --help\n")
         raise SystemExit(EXIT_USAGE)
 
 
@@ -38,10 +38,10 @@ def run(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] 
     except StallscopeError as error:
         if os.environ.get("STALLSCOPE_TRACEBACK"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")
         code = EXIT_USAGE
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        sys.stderr.write("interrupted\n")
         code = 130
     except BrokenPipeError:
         # stdout is gone: point it at nothing so that the interpreter's own flush at exit stays quiet.
@@ -80,8 +80,7 @@ def warn_if_shadowed() -> None:
         metadata.distribution("datasets")
     except metadata.PackageNotFoundError:
         return
-    print(
+    sys.stderr.write(
         "warning: the distribution 'datasets' (Hugging Face) is installed in this environment and has the same "
-        "import name as a package of Stallscope; use an environment of its own",
-        file=sys.stderr,
+        "import name as a package of Stallscope; use an environment of its own\n"
     )
