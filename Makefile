@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 PYTEST := $(PY) -m pytest
 
-.PHONY: env demo test test-long test-oracle lint clean
+.PHONY: env demo test test-long test-oracle fuzz lint clean
 
 env: $(READY)
 
@@ -43,6 +43,13 @@ test-oracle: $(READY)
 	$(PY) -c 'import torch' 2>/dev/null || $(PIP) torch
 	$(PYTEST) -m oracle
 
+# Records and image files of any bytes, guided by coverage; what ends the run lies in .fuzz/ (see tests/fuzz).
+FUZZ_SECONDS ?= 600
+fuzz: $(READY)
+	$(PY) -c 'import atheris' 2>/dev/null || $(PIP) --editable '.[fuzz]'
+	$(PY) -m tests.fuzz.fuzz_records .fuzz/corpus -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=1500 \
+		-max_len=4096 -artifact_prefix=.fuzz/
+
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -50,4 +57,4 @@ lint: $(READY)
 	$(VENV)/bin/lint-imports
 
 clean:
-	rm -rf $(VENV) data runs
+	rm -rf $(VENV) .fuzz data runs

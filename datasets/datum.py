@@ -25,6 +25,7 @@ Buffer = bytes | bytearray | memoryview
 _VARINT, _FIXED64, _BYTES, _GROUP, _GROUP_END, _FIXED32 = range(6)
 _WIRE_NAMES = ("varint", "64-bit", "length-delimited", "group", "end of group", "32-bit")
 _FLOAT_TAG = 6 << 3 | _FIXED32
+_FLOAT_MARK = bytes((_FLOAT_TAG,))
 _FLOAT_BYTES = 5  # of one float outside a packed field: its tag and 4 bytes
 _MAX_GROUP_DEPTH = 100  # protobuf's own limit on nesting
 
@@ -113,7 +114,7 @@ def parse(value: Buffer, where: object = "a record") -> Datum:
                 raise _malformed(
                     where, start, f"4 bytes of field {number}", f"{end - position} bytes left in the record"
                 )
-            if number == 6 and position == start + 1:
+            if number == 6 and position == start + 1 and view[position + 4 : position + 5] == _FLOAT_MARK:
                 position = _take_floats(view, start, end, floats)
                 continue
             if number == 6:
