@@ -70,7 +70,7 @@ def _one(folder: Path, backend: str, padded: bool, records: int) -> dict[str, An
     for opening in ("first", "second"):
         command = [sys.executable, str(Path(__file__).resolve()), "--measure", str(place)]
         environment = os.environ | {"STALLSCOPE_CACHE": str(cache), "TMPDIR": str(folder)}
-        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
         result[opening] = json.loads(done.stdout)
     kept = sum(file.stat().st_size for file in cache.rglob("*.keys"))
     result["kept_index_bytes_per_record"] = round(kept / records, 2)
