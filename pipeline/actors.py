@@ -95,7 +95,12 @@ class RemoteReader:
         import ray
 
         called = time.monotonic_ns()
-        block: Block = ray.get(self._owner.read_many.remote(indices, tags))
+        try:
+            block: Block = ray.get(self._owner.read_many.remote(indices, tags))
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, StallscopeError):  # what is wrong with the data, and not Ray's wrapping of it
+                raise error.cause from None
+            raise
         came = time.monotonic_ns()
         nbytes, items = sum(len(record.value) for record in block.records), len(block.records)
         recorder.add(Kind.SPAN, Stage.TRANSFER, called, block.t0_ns, **tags)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
@@ -62,14 +62,20 @@ class TransformConfig(_Model):
     )
 
 
+Sources = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1, strict=False)]
+
+
 class SourceConfig(_Model):
     """One data set: where it lies and how many records make a batch."""
 
-    source: str | None = _text(None, "path of an LMDB or LevelDB folder, or memory:...")
+    source: Annotated[str, Field(min_length=1)] | Sources | None = Field(
+        default=None,
+        description="path of an LMDB or LevelDB folder, or memory:...; or a list of them, read one after another",
+    )
     batch: int | None = _integer(None, 1, 1_000_000, "records in the global batch")
     backend: Literal["lmdb", "leveldb", "memory"] | None = _choice(None, "lmdb, leveldb or memory; left out: sniffed")
     db: str | None = _text(None, "name of a sub-database of an LMDB")
-    labels: str | None = _text(None, "path of a second source that holds the labels")
+    labels: str | None = _text(None, "path of a second source with the same keys, which holds the labels")
     tail: Literal["wrap", "partial", "drop"] = _choice("wrap", "wrap, partial or drop")
     transform: TransformConfig | None = Field(
         default=None, description="a mapping: replaces data.transform for this phase"
@@ -88,6 +94,8 @@ class DataConfig(_Model):
     order: OrderConfig = Field(default=OrderConfig(), description="a mapping: seed, shuffle, emit")
     transform: TransformConfig = Field(default=TransformConfig(), description="a mapping: crop, mirror, ...")
     on_bad_record: Literal["stop", "skip", "zero"] = _choice("stop", "stop, skip or zero")
+    readahead: Literal["auto", "on", "off"] = _choice("auto", "auto (off where records are shuffled), on or off")
+    bad_record_cap: float = _number(0.001, 0, 1, "share of the records that may be bad; above 0, one always may")
 
 
 class FeedConfig(_Model):
@@ -187,9 +195,6 @@ _NOW: dict[str, tuple[Any, ...]] = {
     "trainers": (1,),
     "shards": (1,),
     "data.order.emit": ("strict",),
-    "data.on_bad_record": ("stop",),
-    "data.train.labels": (None,),
-    "data.test.labels": (None,),
     "data.transform.decode": ("full",),
     "data.train.transform.decode": ("full",),
     "data.test.transform.decode": ("full",),

@@ -213,10 +213,10 @@ class Crew:
             status = member.process.exit_status()  # known once its parent has collected it
         self._forget(member)
         status = status or text or "unknown"
-        batch = self._batch_of(step) if step >= 0 else {}
+        batch, meaning = self._batch_of(step) if step >= 0 else {}, _meaning(status)
         self.recorder.note(
             "worker_lost", worker=member.row + 1, actor=self.spec.first_actor + member.row, pid=pid, lost_pid=pid,
-            how=how, exit=status, step=step, **batch,
+            how=how, exit=status, meaning=meaning, step=step, **batch,
         )  # fmt: skip
         self.restarts += 1
         if self.restarts > self.spec.max_restarts:
@@ -225,7 +225,7 @@ class Crew:
                 f"worker {member.row + 1} of the feed (process {pid}) was lost"
                 + (f" while it made step {step} ({batch})" if step >= 0 else ""),
                 expected=f"at most {self.spec.max_restarts} lost workers (feed.max_restarts)",
-                found=f"{self.restarts}; this one {how}: {status}",
+                found=f"{self.restarts}; this one {how}: {status}" + (f" ({meaning})" if meaning else ""),
                 hint=_hint(status),
             )
         member.job = self.launcher.launch(member.row)
@@ -263,13 +263,23 @@ class Crew:
             member.process = None
 
 
+_MEANINGS = {
+    "SIGBUS": "a mapped file shrank or is truncated",
+    "SIGKILL": "killed by someone, or by the kernel for memory",
+    "SIGSEGV": "a crash in native code",
+}
+_HINTS = {
+    "SIGBUS": "let whatever copies or writes the database finish, then python -m datasets.verify",
+    "SIGKILL": "dmesg | grep -i oom; a smaller feed.depth or fewer workers need less memory",
+    "SIGSEGV": "run with --feed.engine inline under python -X faulthandler",
+}
+
+
+def _meaning(status: str) -> str | None:
+    """What an exit status most likely stands for; None where it says nothing."""
+    return next((text for name, text in _MEANINGS.items() if name in status), None)
+
+
 def _hint(status: str) -> str:
-    if "SIGBUS" in status:
-        return "the database shrank or is truncated while it is mapped: python -m datasets.verify"
-    if "SIGKILL" in status:
-        return (
-            "killed by someone, or by the kernel for memory: dmesg | grep -i oom; a smaller feed.depth or fewer workers"
-        )
-    if "SIGSEGV" in status:
-        return "a crash in native code: run with --feed.engine inline under python -X faulthandler"
-    return "run with --feed.engine inline to see the failure in this process"
+    inline = "run with --feed.engine inline to see the failure in this process"
+    return next((text for name, text in _HINTS.items() if name in status), inline)

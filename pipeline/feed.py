@@ -11,19 +11,21 @@ was called: whoever holds must release. The position is one number, ``next_step`
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline import bad_records
 from pipeline.crew import FeedError
 from pipeline.engines import Engine, InlineEngine, RayEngine
 from pipeline.maker import Slot, probe, stream_of
 from pipeline.ring import Ready
 from pipeline.spec import FeedSpec, Phase, feed_spec
 from pipeline.worker import open_data
-from profiler.errors import UsageError
+from profiler.errors import StallscopeError, UsageError
 from profiler.events import Flag, Stage
 from profiler.recorder import NULL, Recorder
 
@@ -120,7 +122,7 @@ class Feed:
         source = open_data(self.spec)
         try:
             self.probe = probe(self.spec, source)
-            self._identity = source.identity()
+            self._identity, name = source.identity(), source.name
         finally:
             source.close()
         self._stream = stream_of(self.spec, self.probe.records)
@@ -129,6 +131,12 @@ class Feed:
         self._last: Batch | None = None
         self._first = True
         self._closed = False
+        self._failed: BaseException | None = None
+        self._tally: bad_records.Tally | None = None
+        if self.spec.on_bad_record != "stop":
+            self._tally = bad_records.Tally(
+                self.spec.on_bad_record, self.spec.bad_record_cap, self.probe.records, name, self.spec.phase, recorder
+            )
         self._delivered = self._items = self._wait_ns = self._restarts = 0
 
     @classmethod
@@ -176,6 +184,8 @@ class Feed:
             self._last.release()
         self._last = None
         step = self._next_step
+        if self._failed is not None:
+            raise self._failed
         if self.spec.stop_step is not None and step >= self.spec.stop_step:
             raise StopIteration
         flags = (Flag.FIRST if self._first else 0) | (Flag.TEST_PHASE if self.spec.phase == "TEST" else 0)
@@ -185,6 +195,8 @@ class Feed:
             ready = engine.get(step)
             span.epoch, span.slot, span.items = ready.epoch, ready.slot, ready.items
         self._wait_ns += time.monotonic_ns() - began
+        if self._tally is not None:
+            self._count_bad(self._tally, ready, engine.slots[ready.slot])
         self._first = False
         self._next_step = step + 1
         self._delivered += 1
@@ -211,6 +223,8 @@ class Feed:
         """End all workers and give the memory back. Idempotent. Batches still held are given back."""
         self._closed = True
         self._last = None
+        if self._tally is not None:
+            self._tally.close()
         engine, self._engine = self._engine, None
         if engine is not None:
             self._restarts = engine.restarts
@@ -223,6 +237,17 @@ class Feed:
             make = RayEngine if self.spec.engine == "ray" else InlineEngine
             self._engine = make(self.spec, self.probe, self.recorder)
         return self._engine
+
+    def _count_bad(self, tally: bad_records.Tally, ready: Ready, slot: Slot) -> None:
+        """Count what the batch says about bad records: here and not where it was made, so that the order is strict."""
+        assert slot.bad is not None
+        assert slot.bad_count is not None
+        found = bad_records.read_rows(slot.bad, slot.bad_count) if slot.bad_count[0] else []
+        try:
+            tally.take(ready.step, ready.epoch, found)
+        except StallscopeError as error:
+            self._failed = error  # the batch was taken: nobody can ask for it again
+            raise
 
     def _release(self, batch: Batch) -> None:
         if self._engine is not None:
@@ -237,6 +262,7 @@ class Feed:
         return {
             "next_step": self._next_step, "seed": spec.seed, "shuffle": spec.shuffle, "batch": spec.batch,
             "tail": spec.tail, "phase": spec.phase, "records": self.probe.records,
+            "on_bad_record": spec.on_bad_record, "bad_records": sorted(self._tally.known) if self._tally else [],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -248,7 +274,7 @@ class Feed:
             raise UsageError("the position of a feed can only be set before it has started")
         mine = self.state_dict()
         for key in mine:
-            if key != "next_step" and state.get(key) != mine[key]:
+            if key not in ("next_step", "bad_records") and state.get(key) != mine[key]:
                 raise UsageError(
                     f"the saved position belongs to another stream: {key} differs",
                     expected=mine[key],
@@ -257,13 +283,20 @@ class Feed:
                 )
         self._next_step = int(state["next_step"])
         self.spec = self.spec.starting_at(self._next_step)
+        self.remember_bad(state["bad_records"])
+
+    def remember_bad(self, records: Iterable[int]) -> None:
+        """Count these records as known to be bad: an earlier part of the run found them (``state_dict`` tells)."""
+        if self._tally is not None:
+            self._tally.known.update(records)
 
     def identity(self) -> dict[str, Any]:
         """What the data set is (path, backend, records, and what changes with its content)."""
         return dict(self._identity)
 
     def stats(self) -> dict[str, Any]:
-        """Figures so far: batches and items delivered, nanoseconds waited, lost workers, slots in each state.
+        """Figures so far: batches and items delivered, nanoseconds waited, lost workers, slots in each state, and the
+        records that could not be used (None with ``on_bad_record: stop``, which ends at the first).
 
         ``slots["ready"]`` near the depth: the consumer is the slower side; near 0: the workers are.
         """
@@ -278,4 +311,5 @@ class Feed:
             "depth": self.spec.depth,
             "slots": engine.ring.counts() if engine else {},
             "slot_bytes": self.probe.layout.nbytes,
+            "bad_records": self._tally.stats() if self._tally else None,
         }

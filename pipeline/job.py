@@ -69,6 +69,7 @@ class Job:
         self._tested_at = -1
         self._test_interval = self._test_iterations = 0
         self._names: dict[Phase, tuple[str, ...]] = {"TRAIN": ("data", "label"), "TEST": ("data", "label")}
+        self._fed: tuple[Phase, np.ndarray, np.ndarray] | None = None  # ids and labels that the net has at hand
         self._stack = ExitStack()
         try:
             self._open(address)
@@ -83,7 +84,13 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.feed_stats = self.feed.stats()
-        self._stack.close()
+        try:
+            if error is not None and self._fed is not None:
+                from pipeline.labels import name_record
+
+                name_record(error, *self._fed, self.config)
+        finally:
+            self._stack.close()
 
     # -- what the loop asks ------------------------------------------------------------------------------------------
 
@@ -187,6 +194,8 @@ class Job:
 
             stack.enter_context(ray_runtime.running(config, address))
         self.feed = self._open_feed("TRAIN", self.step, self.last_step)
+        if self._start is not None:
+            self.feed.remember_bad(self._start.sidecar.get("position", {}).get("bad_records", ()))
         self.solver: Any = NoSolver() if config.only_feeds else self._open_solver(backend)
         self._records = stack.enter_context(contextlib.closing(RecordLog(self.folder)))
         self.recorder.add(Kind.SPAN, Stage.START, began_ns, time.monotonic_ns())
@@ -214,16 +223,17 @@ class Job:
 
     def _look_at_data(self) -> None:
         """Open each data set once: a wrong path fails before any process starts, and a resume must find the same."""
-        from datasets.source import open_source
+        from pipeline.spec import feed_spec
+        from pipeline.worker import open_data
 
         self.identities = {}
         phases: tuple[Phase, ...] = ("TRAIN", "TEST")
         for phase in phases:
-            given = self.config.source(phase)
-            if given.source is None:
+            if self.config.source(phase).source is None:
                 continue
-            backend = None if given.backend == "memory" else given.backend
-            with open_source(given.source, backend=backend, db=given.db) as source:
+            with open_data(feed_spec(self.config, phase)) as source:
+                told = "" if self.config.source(phase).backend else " (no backend named: told by what lies there)"
+                self.display.say(f"data.{phase.lower()}: {source.name}, {len(source):,} records{told}")
                 self.identities[phase.lower()] = runfolder.data_identity(source)
         self.stream = runfolder.stream(self.config, self.identities["train"])
         if self._start is not None:
@@ -292,6 +302,7 @@ class Job:
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def _named(self, batch: Batch, phase: Phase) -> dict[str, np.ndarray]:
+        self._fed = (phase, batch.ids.copy(), batch.labels.copy())  # should a label turn out wrong: whose it is
         return dict(zip(self._names[phase], (batch.data, batch.labels), strict=False))
 
     def _test_inputs(self) -> Iterator[dict[str, np.ndarray]]:

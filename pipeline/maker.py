@@ -20,52 +20,62 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from datasets import datum as datums
-from datasets import decode
-from datasets.order import Order, Stream
-from pipeline import philox
-from pipeline.spec import Color, FeedSpec
+from datasets.errors import DatasetCorrupt
+from datasets.order import Items, Order, Stream
+from pipeline import bad_records, philox
+from pipeline.bad_records import ENTRY, Found
+from pipeline.samples import RECORD_ERRORS, LabelError, check_label, decoded, label_alone
+from pipeline.spec import FeedSpec
 from pipeline.transforms import Shape, Transform, TransformError
 from profiler import hashing
+from profiler.errors import StallscopeError
 from profiler.events import Flag, Stage
 from profiler.recorder import NULL, Recorder
 
 if TYPE_CHECKING:
     from datasets.source import Record, Source
 
+__all__ = [
+    "BatchMaker", "LabelError", "Layout", "LocalReader", "Made", "Probe", "Reader", "Slot", "fill_hash", "probe",
+    "record_hashes", "stream_of",
+]  # fmt: skip
+
 _ALIGN = 64
-_INT32 = range(-(2**31), 2**31)
-
-
-class LabelError(TransformError):
-    """A record has no label, or one that cannot stand in the batch."""
+_PROBED = 64  # records that are looked at for one that can be used
+_TRY = "data.on_bad_record: skip or zero goes on without it; python -m datasets.verify lists all such records"
 
 
 @dataclass(frozen=True)
 class Layout:
     """Where things lie in a slot.
 
-    data float32[batch, C, h, w], labels int32[batch] or float32[batch, label_width], ids and epochs int64[batch]; each
-    part begins at a multiple of 64 bytes.
+    data float32[batch, C, h, w], labels int32[batch] or float32[batch, label_width], ids and epochs int64[batch], then
+    rows about records that could not be used and their number; each part begins at a multiple of 64 bytes.
     """
 
     batch: int
     sample_shape: Shape
     label_width: int  # 0: one int32 a sample
+    bad_rows: int = 0  # see pipeline.bad_records
 
     @property
     def nbytes(self) -> int:
         return self._parts()[-1][2]
 
-    def _parts(self) -> list[tuple[tuple[int, ...], type, int]]:
+    def _parts(self) -> list[tuple[tuple[int, ...], Any, int]]:
         """(shape, dtype, end) of each part."""
-        labels: tuple[tuple[int, ...], type] = (
+        labels: tuple[tuple[int, ...], Any] = (
             ((self.batch, self.label_width), np.float32) if self.label_width else ((self.batch,), np.int32)
         )
-        parts: list[tuple[tuple[int, ...], type, int]] = []
+        wanted: list[tuple[tuple[int, ...], Any]] = [
+            ((self.batch, *self.sample_shape), np.float32), labels, ((self.batch,), np.int64),
+            ((self.batch,), np.int64),
+        ]  # fmt: skip
+        if self.bad_rows:
+            wanted += [((self.bad_rows,), ENTRY), ((1,), np.int64)]
+        parts: list[tuple[tuple[int, ...], Any, int]] = []
         end = 0
-        whole = (self.batch, *self.sample_shape)
-        for shape, kind in ((whole, np.float32), labels, ((self.batch,), np.int64), ((self.batch,), np.int64)):
+        for shape, kind in wanted:
             end += -(-int(np.prod(shape)) * np.dtype(kind).itemsize // _ALIGN) * _ALIGN
             parts.append((shape, kind, end))
         return parts
@@ -89,6 +99,8 @@ class Slot:
     labels: np.ndarray
     ids: NDArray[np.int64]
     epochs: NDArray[np.int64]
+    bad: np.ndarray | None = None
+    bad_count: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,13 +110,15 @@ class Probe:
     Attributes
     ----------
     records: length of the data set.
-    record_shape: (C, H, W) of record 0 as decoded (after a user's function).
+    first: names that record: the first one that can be used.
+    record_shape: (C, H, W) of it as decoded (after a user's function).
     sample_shape: (C, h, w) of a sample in the blob.
     layout: of the slots.
     """
 
     records: int
     backend: str
+    first: str
     record_shape: Shape
     sample_shape: Shape
     layout: Layout
@@ -154,14 +168,29 @@ def probe(spec: FeedSpec, source: Source) -> Probe:
     if not len(source):
         raise TransformError(f"{source.name} holds no records", expected="at least one")
     transform = Transform(spec.transform, spec.seed, spec.phase_number)
-    record = source.read(0)
-    image, label = _decode(record, spec.transform.color)
-    image, label = transform.apply_function(image, label, 0, 0, record)
+    record, image, label = _first_usable(spec, source)
+    image, label = transform.apply_function(image, label, 0, record.index, record)
     shape = (int(image.shape[0]), int(image.shape[1]), int(image.shape[2]))
     sample_shape = transform.fit(shape, record)
     width = len(label) if isinstance(label, np.ndarray) else 0
-    _check_label(label, width, record)
-    return Probe(len(source), source.backend, shape, sample_shape, Layout(spec.batch, sample_shape, width))
+    check_label(label, width, record)
+    layout = Layout(spec.batch, sample_shape, width, bad_records.capacity(spec.on_bad_record, spec.batch))
+    return Probe(len(source), source.backend, str(record), shape, sample_shape, layout)
+
+
+def _first_usable(spec: FeedSpec, source: Source) -> tuple[Record, np.ndarray, Any]:
+    """The first record with its image and label; bad ones before it are passed over where the job says so."""
+    tried = 1 if spec.on_bad_record == "stop" else _PROBED
+    first: StallscopeError | None = None
+    for index in range(min(len(source), tried)):
+        try:
+            record = source.read(index)
+            return record, *decoded(record, spec.transform.color)
+        except RECORD_ERRORS as error:
+            first = first or error
+    assert first is not None
+    first.hint = first.hint or _TRY
+    raise first
 
 
 class BatchMaker:
@@ -171,7 +200,8 @@ class BatchMaker:
         self.spec, self.probe, self.reader, self.recorder = spec, probed, reader, recorder
         self.stream = stream_of(spec, probed.records)
         self.transform = Transform(spec.transform, spec.seed, spec.phase_number)
-        self.transform.fit(probed.record_shape, f"record 0 of {spec.source}")
+        self.transform.fit(probed.record_shape, probed.first)
+        self._stops = spec.on_bad_record == "stop"
 
     def warm_up(self) -> None:
         """Compile or load what the first batch would otherwise wait for: that time belongs to the start."""
@@ -195,23 +225,42 @@ class BatchMaker:
         if spec.phase == "TEST":
             flags |= Flag.TEST_PHASE
         tags = {"step": step, "epoch": epoch, "slot": index, "flags": flags}
-        records = self.reader.read(items.records, recorder, **tags)
+        records: list[Any] = self._read(items.records, tags)
 
-        images: list[np.ndarray] = []
+        images: list[Any] = []
         labels: list[Any] = []
+        failed: dict[int, StallscopeError] = {}
         with recorder.span(Stage.DECODE, items=count, **tags) as span:
             for record in records:
-                image, label = _decode(record, spec.transform.color)
-                if transform.function is None:
-                    transform.check(image.shape, record)
-                images.append(image)
-                labels.append(label)
-            span.nbytes = sum(image.nbytes for image in images)
+                try:
+                    image, label = self._sample(record)
+                except RECORD_ERRORS as error:
+                    if self._stops:
+                        error.hint = error.hint or _TRY
+                        raise
+                    failed[len(images)] = error
+                    images.append(None)
+                    labels.append(None)
+                else:
+                    images.append(image)
+                    labels.append(label)
+            span.nbytes = sum(image.nbytes for image in images if image is not None)
+        ids = items.records
+        if not self._stops:
+            assert slot.bad is not None
+            assert slot.bad_count is not None
+            found = Found(slot.bad, slot.bad_count)
+            if failed:
+                ids = ids.copy()
+                self._mend(items, failed, found, records, images, labels, ids, tags)
+        blank = failed if spec.on_bad_record == "zero" else ()
 
         data = slot.data[:count]
         with recorder.span(Stage.AUGMENT, items=count, nbytes=data.nbytes, **tags):
             if transform.function is not None:
                 for i, record in enumerate(records):
+                    if i in blank:
+                        continue
                     image, labels[i] = transform.apply_function(
                         images[i], labels[i], int(items.epochs[i]), record.index, record
                     )
@@ -223,20 +272,106 @@ class BatchMaker:
                 np.fromiter((image.shape[2] - width for image in images), np.int64, count),
             )
             draws = philox.draw(
-                spec.seed, spec.phase_number, items.epochs, items.records, spare,
+                spec.seed, spec.phase_number, items.epochs, ids, spare,
                 mirror=spec.transform.mirror, random_crop=bool(spec.transform.crop) and spec.phase == "TRAIN",
             )  # fmt: skip
             transform.fill(images, draws, data)
+            for i in blank:
+                data[i] = 0
 
         with recorder.span(Stage.COLLATE, items=count, nbytes=data.nbytes, **tags):
             label_width = self.probe.layout.label_width
             for label, record in zip(labels, records, strict=True):
-                _check_label(label, label_width, record)
+                check_label(label, label_width, record)
             slot.labels[:count] = labels
-            slot.ids[:count] = items.records
+            slot.ids[:count] = ids
             slot.epochs[:count] = items.epochs
             hashes = self._hashes(records, slot, count) if spec.fingerprints != "off" else {}
         return Made(step, epoch, count, hashes)
+
+    def _sample(self, record: Any) -> tuple[np.ndarray, Any]:
+        """Image and label of what :meth:`_read` gave, checked as far as the record itself is to blame."""
+        if isinstance(record, StallscopeError):
+            raise record
+        image, label = decoded(record, self.spec.transform.color)
+        if self.transform.function is None:
+            self.transform.check(image.shape, record)
+            if not self._stops:
+                check_label(label, self.probe.layout.label_width, record)
+        return image, label
+
+    def _read(self, indices: NDArray[np.int64], tags: dict[str, int]) -> list[Any]:
+        """Records; unless bad ones stop the job, an error stands where the database cannot give one out."""
+        try:
+            return list(self.reader.read(indices, self.recorder, **tags))
+        except DatasetCorrupt:
+            if self._stops:
+                raise
+        with self.recorder.span(Stage.READ, items=len(indices), **tags):
+            return [self._read_one(index) for index in indices]
+
+    def _read_one(self, index: np.int64) -> Record | DatasetCorrupt:
+        try:
+            return self.reader.read(np.array([index]), NULL)[0]
+        except DatasetCorrupt as error:
+            return error
+
+    def _mend(
+        self, items: Items, failed: dict[int, StallscopeError], found: Found, records: list[Any], images: list[Any],
+        labels: list[Any], ids: NDArray[np.int64], tags: dict[str, int],
+    ) -> None:  # fmt: skip
+        """Put stand-ins or blanks where samples could not be made, and write down which and why.
+
+        A stand-in depends on (seed, epoch, place, attempt) and on the records alone, never on other batches.
+        """
+        for i, error in failed.items():
+            self._write_down(found, i, items, ids[i], records[i], error)
+        if self.spec.on_bad_record == "zero":
+            for i, error in failed.items():
+                images[i] = np.zeros(self.probe.record_shape, np.uint8)
+                labels[i] = self._label(records[i], error)
+            return
+        left = sorted(failed)
+        for attempt in range(bad_records.ATTEMPTS):
+            chosen = self.stream.order.replacements(items.epochs[left], items.places[left], attempt)
+            again: list[int] = []
+            for i, index, record in zip(left, chosen, self._read(chosen, tags), strict=True):
+                try:
+                    images[i], labels[i] = self._sample(record)
+                except RECORD_ERRORS as error:
+                    self._write_down(found, i, items, index, record, error)
+                    failed[i] = error
+                    again.append(i)
+                else:
+                    records[i], ids[i] = record, index
+                    found.settle(i, int(index))
+            left = again
+            if not left:
+                return
+        raise bad_records.TooManyBadRecords(
+            f"{bad_records.ATTEMPTS} stand-ins were tried for record {items.records[left[0]]} of {self.spec.source}, "
+            "and none can be used",
+            expected="nearly all records sound",
+            found=failed[left[0]].what,
+            hint="is this the right data set, and do its images have the size and mode of record 0?",
+        )
+
+    def _label(self, record: Any, error: StallscopeError) -> Any:
+        """The label of a record whose image is blanked. Raises ``error`` where it has none that can be read."""
+        try:
+            label = label_alone(record) if not isinstance(record, StallscopeError) else None
+            check_label(label, self.probe.layout.label_width, record)
+        except RECORD_ERRORS:
+            error.hint = "its label cannot be read either, which on_bad_record: zero keeps: on_bad_record: skip"
+            raise error from None
+        return label
+
+    @staticmethod
+    def _write_down(
+        found: Found, i: int, items: Items, index: np.int64, record: Any, error: StallscopeError
+    ) -> None:  # fmt: skip
+        key = b"" if isinstance(record, StallscopeError) else record.key
+        found.add(i, int(items.epochs[i]), int(index), key, error)
 
     @staticmethod
     def _hashes(records: Sequence[Record], slot: Slot, count: int) -> dict[str, int]:
@@ -268,36 +403,3 @@ def record_hashes(values: Sequence[bytes]) -> NDArray[np.uint64]:
 def fill_hash(data: np.ndarray, labels: np.ndarray) -> int:
     """The hash ``fill`` (and ``device``, of the same arrays after the copy) of a batch: data, then labels."""
     return hashing.ordered_parts([data, labels])
-
-
-def _decode(record: Record, color: Color) -> tuple[np.ndarray, Any]:
-    """Image [C, H, W] and label of a record: an int, or float32[K] where the record has float_data beside its data."""
-    datum = datums.parse(record.value, record)
-    image = decode.to_image(datum, record, color=color)
-    if len(datum.data) and datum.float_data is not None:
-        return image, datum.float_data
-    if datum.label is None:
-        raise LabelError(
-            f"{record} has no label",
-            expected="the field label (or float_data beside data)",
-            found="neither; that is not the same as label 0",
-            hint="the record was cut short or was written without a label: python -m datasets.verify",
-        )
-    return image, datum.label
-
-
-def _check_label(label: Any, width: int, where: object) -> None:
-    """Raise :class:`LabelError` unless the label is an int32 (width 0) or a vector of ``width`` numbers."""
-    if isinstance(label, np.ndarray) and label.ndim == 1 and label.dtype == np.float32:
-        found = len(label)
-    elif isinstance(label, (int, np.integer)) and int(label) in _INT32:
-        found = 0
-    else:
-        raise LabelError(
-            f"the label of {where} cannot be used", expected="an int32, or a float32 vector", found=repr(label)[:80]
-        )
-    if found != width:
-        names = ["one int32" if size == 0 else f"{size} float32" for size in (width, found)]
-        raise LabelError(
-            f"the label of {where} is of another kind than that of record 0", expected=names[0], found=names[1]
-        )

@@ -157,6 +157,7 @@ def _fill(
         transform.pop("mirror", None)  # inherited: it acts in TRAIN only
     _path(f"{name}.transform.mean_file", transform, "mean_file", base)
     _path(f"{name}.source", section, "source", base)
+    _path(f"{name}.labels", section, "labels", base)
     if layer is not None:
         given_source = section.get("source")
         _merge(name, section, _source_settings(layer, given_source), where, notes)
@@ -170,7 +171,9 @@ def _fill(
 
 def _path(key: str, section: dict[str, Any], name: str, base: Path) -> None:
     value = section.get(name)
-    if value is not None and not value.startswith("memory:"):
+    if isinstance(value, (list, tuple)):
+        section[name] = [existing(key, part, base) if not part.startswith("memory:") else part for part in value]
+    elif value is not None and not value.startswith("memory:"):
         section[name] = existing(key, value, base)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from datasets.paired import PairedRecord
 from datasets.source import Source
 from pipeline import checkpoint
 from pipeline.checkpoint import Found
@@ -146,6 +147,7 @@ def stream(config: Config, identity: dict[str, Any]) -> dict[str, Any]:
         "shuffle": config.data.order.shuffle,
         "seed": config.order_seed,
         "shards": config.shards,
+        **({"on_bad_record": config.data.on_bad_record} if config.data.on_bad_record != "stop" else {}),
         **{f"transform.{key}": value for key, value in transform.model_dump(mode="json").items()},
     }
 
@@ -160,6 +162,8 @@ def data_identity(source: Source) -> dict[str, Any]:
     for index in sorted({round(i * (records - 1) / (_PROBES - 1)) for i in range(_PROBES)}) if records else ():
         record = source.read(index)
         digest.update(hashlib.sha256(record.key).digest() + hashlib.sha256(record.value).digest())
+        if isinstance(record, PairedRecord):
+            digest.update(hashlib.sha256(record.label_value).digest())
     return {**source.identity(), "content": digest.hexdigest()}
 
 

@@ -46,8 +46,13 @@ class FeedSpec:
 
     Attributes
     ----------
-    source, backend, db: the data set, as :func:`datasets.open_source` takes them.
+    source, backend, db: the data set, as :func:`datasets.open_source` takes them; several sources are read one after
+        the other.
+    labels: a second source with the same keys, which holds the labels.
+    on_bad_record, bad_record_cap: docs/design.md, section 2.1.
     seed, shuffle, tail, batch: the stream (docs/design.md, section 2.1).
+    readahead: whether the system reads ahead in an LMDB; None: where records are read in order.
+    identity: of the data set as the trainer's process found it: whoever opens it for this feed refuses another.
     cycle: step s stands for step s mod cycle (the test iterations of a TEST feed); None: no cycle.
     start_step, stop_step: first step, and first step that is not made (None: endless).
     workers: processes that make batches; ``"auto"``: one less than there are CPUs, at least one.
@@ -61,17 +66,19 @@ class FeedSpec:
     poison: fill freed slots with 0xFF, so that a reader of a stale slot shows.
     """
 
-    source: str
+    source: str | tuple[str, ...]
     batch: int
     backend: str | None = None
     db: str | None = None
+    labels: str | None = None
     tail: Literal["wrap", "partial", "drop"] = "wrap"
     seed: int = 0
     shuffle: Literal["none", "block", "full"] = "none"
     phase: Phase = "TRAIN"
     transform: TransformSpec = TransformSpec()
     cycle: int | None = None
-    on_bad_record: Literal["stop"] = "stop"
+    on_bad_record: Literal["stop", "skip", "zero"] = "stop"
+    bad_record_cap: float = 0.001
 
     engine: Literal["ray", "inline"] = "inline"
     workers: int | Literal["auto"] = "auto"
@@ -87,14 +94,14 @@ class FeedSpec:
     fingerprints: Literal["off", "step", "layer"] = "off"
     first_actor: int = 1
     poison: bool = False
+    readahead: bool | None = None
+    identity: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.on_bad_record != "stop":
-            raise UsageError(
-                f"not supported in this version: on_bad_record: {self.on_bad_record}",
-                expected="stop",
-                hint="check the data set with python -m datasets.verify first",
-            )
+        if self.on_bad_record not in ("stop", "skip", "zero"):
+            raise UsageError("unknown on_bad_record", expected="stop, skip or zero", found=self.on_bad_record)
+        if not 0 <= self.bad_record_cap <= 1:
+            raise UsageError("bad_record_cap is out of range", expected="0 to 1", found=self.bad_record_cap)
         if self.phase not in PHASES:
             raise UsageError("unknown phase", expected=" or ".join(PHASES), found=self.phase)
         for name, least in (("batch", 1), ("depth", 1), ("start_step", 0), ("cycle", 1), ("max_restarts", 0)):
@@ -107,6 +114,11 @@ class FeedSpec:
     @property
     def phase_number(self) -> int:
         return PHASES[self.phase]
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the system should read ahead: a shuffled feed would have it read pages that nobody wants."""
+        return self.shuffle == "none" if self.readahead is None else self.readahead
 
     def starting_at(self, step: int) -> FeedSpec:
         """The same feed from another step on."""
@@ -137,10 +149,11 @@ def feed_spec(
     transform = config.transform(phase)
     recording = recorder is not None and recorder.enabled
     return FeedSpec(
-        source=str(data.source),
+        source=data.source or "",
         batch=int(data.batch or 0),
         backend=None if data.backend == "memory" else data.backend,
         db=data.db,
+        labels=data.labels,
         tail=data.tail,
         seed=config.order_seed,
         shuffle="none" if test else config.data.order.shuffle,
@@ -155,7 +168,9 @@ def feed_spec(
             python=transform.python,
         ),
         cycle=cycle,
-        on_bad_record=config.data.on_bad_record,  # type: ignore[arg-type]  # others are refused above
+        on_bad_record=config.data.on_bad_record,
+        bad_record_cap=config.data.bad_record_cap,
+        readahead={"auto": None, "on": True, "off": False}[config.data.readahead],
         engine=feed.engine,
         workers=1 if test else feed.workers,
         depth=min(4, max(2, feed.depth)) if test else feed.depth,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.maker import BatchMaker, LocalReader, Probe, Reader
 from pipeline.process import Process
@@ -78,10 +78,48 @@ def _next(ring: Ring, row: int, trainer: Process, recorder: Recorder) -> Claim |
 
 
 def open_data(spec: FeedSpec) -> Source:
-    """The data set of a feed."""
+    """The data set of a feed: one source, or several one after the other, with its labels where they lie apart."""
+    from datasets.concat import ConcatSource
+    from datasets.paired import PairedSource
     from datasets.source import open_source
 
-    return open_source(spec.source, backend=spec.backend, db=spec.db)
+    paths = (spec.source,) if isinstance(spec.source, str) else spec.source
+    with contextlib.ExitStack() as stack:
+        opened = [
+            stack.enter_context(
+                contextlib.closing(open_source(path, backend=spec.backend, db=spec.db, readahead=spec.reads_ahead))
+            )
+            for path in paths
+        ]
+        source = opened[0] if isinstance(spec.source, str) else ConcatSource(opened)
+        if spec.labels is not None:
+            source = PairedSource(source, stack.enter_context(contextlib.closing(open_source(spec.labels))))
+        _check_identity(spec, source)
+        stack.pop_all()
+    return source
+
+
+def _check_identity(spec: FeedSpec, source: Source) -> None:
+    """A worker that starts later, or anew, must not read a data set that was written to in between."""
+    if spec.identity is None:
+        return
+    found = source.identity()
+    if _without_paths(found) != _without_paths(spec.identity):
+        from datasets.errors import DatasetChanged
+
+        raise DatasetChanged(
+            f"{source.name} was written to while this job was using it",
+            expected=f"{_without_paths(spec.identity)}",
+            found=f"{_without_paths(found)}",
+            hint="let the writer finish, then start again",
+        )
+
+
+def _without_paths(value: Any) -> Any:
+    """An identity without its paths, which may be another's in another process."""
+    if isinstance(value, dict):
+        return {key: _without_paths(part) for key, part in value.items() if key != "path"}
+    return [_without_paths(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 @contextlib.contextmanager

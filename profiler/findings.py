@@ -14,7 +14,8 @@ from profiler.store import Run
 from profiler.timeline import PART, Timeline
 
 _LOST = "worker_lost"
-_QUIET = ("closed", "gc_short")
+_BAD = ("bad_record", "bad_records")
+_QUIET = ("closed", "gc_short", *_BAD)
 _SELF = ("note", "t_ns", "wall_ns", "process", "name", "role", "actor", "pid")
 _MANY = 20
 
@@ -52,7 +53,10 @@ def outcome(run: Run) -> str:
 
 def collect(run: Run, events: np.ndarray, timeline: Timeline, attribution: Attribution) -> tuple[Finding, ...]:
     """All findings of a run, the gravest first. ``events``: EVENT[n] of all processes."""
-    found = [*_end(run, timeline), *_faults(run, events), *_notes(run), *_record(run, timeline, attribution)]
+    found = [
+        *_end(run, timeline), *_faults(run, events), *_bad_records(run), *_notes(run),
+        *_record(run, timeline, attribution),
+    ]  # fmt: skip
     rank = {"fault": 0, "warning": 1, "info": 2}
     return tuple(sorted(found, key=lambda finding: rank[finding.level]))
 
@@ -91,7 +95,7 @@ def _faults(run: Run, events: np.ndarray) -> list[Finding]:
             text = text.replace(" was lost", f" (process {note['lost_pid']}) was lost")
         if step is not None:
             text += f" while it made the batch of step {step}"
-        how = [str(note[key]) for key in ("how", "exit", "signal") if note.get(key)]
+        how = [str(note[key]) for key in ("how", "exit", "meaning", "signal") if note.get(key)]
         text += f" ({', '.join(how)})" if how else ""
         moment = int(note.get("t_ns") or 0)
         back = restarts[(restarts["t0_ns"] <= moment) & (restarts["t1_ns"] >= moment)]
@@ -101,6 +105,32 @@ def _faults(run: Run, events: np.ndarray) -> list[Finding]:
         text += ". Its batch was made again: no record was lost or repeated." if done and step is not None else "."
         found.append(Finding(_LOST, "fault", text, step))
     return found[:_MANY]
+
+
+def _bad_records(run: Run) -> list[Finding]:
+    """Records that the feed could not use and went on without, by phase and policy."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for note in run.notes:
+        if note.get("note") in _BAD:
+            groups.setdefault((str(note.get("phase", "TRAIN")), str(note.get("policy", "skip"))), []).append(note)
+    found = []
+    for (phase, policy), notes in sorted(groups.items(), reverse=True):
+        # A step that was done again after a kill notes its records again.
+        records = {note.get("record"): note for note in notes if note["note"] == "bad_record"}
+        epochs = {int(note["epoch"]): int(note["items"]) for note in notes if note["note"] == "bad_records"}
+        count = max([len(records), *(int(note["records"]) for note in notes if note["note"] == "bad_records")])
+        done = {"skip": "skipped, others stood in for them", "zero": "taken as zeros with their labels"}[policy]
+        listed = [f"{note.get('key')} ({note.get('reason')})" for note in list(records.values())[:_MANY]]
+        text = f"{count} record{'s' if count != 1 else ''} of the {phase} set could not be used and "
+        text += ("was " if count == 1 else "were ") + (done if count != 1 else done.replace("them", "it"))
+        text += f": key{'s' if count != 1 else ''} {', '.join(listed)}" if listed else ""
+        text += f" and {count - len(listed)} more" if count > len(listed) else ""
+        if epochs:
+            shown = ", ".join(f"epoch {epoch}: {items}" for epoch, items in sorted(epochs.items())[:_MANY])
+            text += f". Samples concerned: {shown}" + (", ..." if len(epochs) > _MANY else "")
+        first = next(iter(records.values()), {}).get("step")
+        found.append(Finding("bad_records", "warning", text + ".", first if isinstance(first, int) else None))
+    return found
 
 
 def _made_after(events: np.ndarray, step: int, moment_ns: int) -> bool:

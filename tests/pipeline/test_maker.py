@@ -216,8 +216,8 @@ def test_user_function_decides_shape_pixels_and_label() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"on_bad_record": "skip"}, "on_bad_record: skip"),
-        ({"on_bad_record": "zero"}, "on_bad_record: zero"),
+        ({"on_bad_record": "ignore"}, "unknown on_bad_record"),
+        ({"bad_record_cap": 1.5}, "bad_record_cap"),
         ({"phase": "VALID"}, "unknown phase"),
         ({"depth": 0}, "depth"),
         ({"workers": 0}, "workers"),

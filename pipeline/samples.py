@@ -1,0 +1,92 @@
+"""From a stored record to an image and its label, and which failures are the record's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from datasets import datum as datums
+from datasets import decode
+from datasets.datum import DatumError
+from datasets.errors import DatasetCorrupt
+from datasets.paired import PairedRecord
+from datasets.source import Record
+from pipeline.spec import Color
+from pipeline.transforms import TransformError
+
+_INT32 = range(-(2**31), 2**31)
+
+
+class LabelError(TransformError):
+    """A record has no label, or one that cannot stand in the batch."""
+
+
+RECORD_ERRORS = (DatumError, TransformError, DatasetCorrupt)
+"""What a record can be to blame for: ``data.on_bad_record`` speaks of these. (A user's function may raise one of them
+too, and is called where nobody catches it.)"""
+
+
+def decoded(record: Record, color: Color) -> tuple[np.ndarray, Any]:
+    """Image [C, H, W] and label of a record: an int, or float32[K] from float_data.
+
+    Raises one of :data:`RECORD_ERRORS` naming the record.
+    """
+    datum = datums.parse(record.value, record)
+    image = decode.to_image(datum, record, color=color)
+    if type(record) is PairedRecord:
+        return image, paired_label(record)
+    if len(datum.data) and datum.float_data is not None:
+        return image, datum.float_data
+    if datum.label is None:
+        raise _absent(record, str(record), "the field label (or float_data beside data)")
+    return image, datum.label
+
+
+def label_alone(record: Record) -> Any:
+    """The label of a record whose image cannot be used. Raises one of :data:`RECORD_ERRORS` where it has none."""
+    if type(record) is PairedRecord:
+        return paired_label(record)
+    datum = datums.parse(record.value, record)
+    if len(datum.data) and datum.float_data is not None:
+        return datum.float_data
+    if datum.label is None:
+        raise _absent(record, str(record), "the field label (or float_data beside data)")
+    return datum.label
+
+
+def paired_label(record: PairedRecord) -> Any:
+    """The label that lies in the second source: float32[K] where it has float_data, else its label."""
+    where = f"the label of {record}, in {record.label_source},"
+    datum = datums.parse(record.label_value, where)
+    if datum.float_data is not None and not len(datum.data):
+        return datum.float_data
+    if datum.label is None:
+        raise _absent(record, where, "float_data without data, or the field label")
+    return datum.label
+
+
+def check_label(label: Any, width: int, where: object) -> None:
+    """Raise :class:`LabelError` unless the label is an int32 (width 0) or a vector of ``width`` numbers."""
+    if isinstance(label, np.ndarray) and label.ndim == 1 and label.dtype == np.float32:
+        found = len(label)
+    elif isinstance(label, (int, np.integer)) and int(label) in _INT32:
+        found = 0
+    else:
+        raise LabelError(
+            f"the label of {where} cannot be used", expected="an int32, or a float32 vector", found=repr(label)[:80]
+        )
+    if found != width:
+        names = ["one int32" if size == 0 else f"{size} float32" for size in (width, found)]
+        raise LabelError(
+            f"the label of {where} is of another kind than that of record 0", expected=names[0], found=names[1]
+        )
+
+
+def _absent(record: Record, where: str, expected: str) -> LabelError:
+    return LabelError(
+        f"{where} has no label",
+        expected=expected,
+        found="neither; that is not the same as label 0",
+        hint=f"record {record.index} was cut short or was written without a label: python -m datasets.verify",
+    )

@@ -1,0 +1,377 @@
+"""``data.on_bad_record``: which bytes come instead, that they are the same for everybody, the cap, and the lists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from datasets import datum
+from datasets.order import Order
+from pipeline import ray_runtime
+from pipeline.bad_records import ATTEMPTS, ENTRY, Found, Reason, TooManyBadRecords
+from pipeline.config import validate
+from pipeline.feed import Feed
+from pipeline.spec import FeedSpec, TransformSpec, feed_spec
+from profiler import store
+from profiler.errors import StallscopeError
+from profiler.recorder import Recorder
+from tests.pipeline.build import encoded, image_file, picture, raw, write_leveldb, write_lmdb
+
+RECORDS, BATCH, STEPS = 103, 8, 30
+SHAPE = (3, 20, 24)
+PINNED = Path("tests/data/golden_bad_records.json")
+
+
+def values() -> dict[int, bytes]:
+    """Case C15 and its relatives: the bad records by number. All but 60 have a label that can be read."""
+    photo, drawing = image_file(picture(7, SHAPE)), image_file(picture(11, SHAPE), "PNG")
+    return {
+        5: datum.serialize(data=photo[: len(photo) // 2], label=1, encoded=True),
+        17: datum.serialize(data=b"not an image, but a text file\n", label=2, encoded=True),
+        40: datum.serialize(channels=3, height=4, width=5, data=b"ten bytes.", label=3),
+        41: raw(picture(9, (3, 19, 24)), 4),
+        60: raw(picture(8, SHAPE), None),
+        77: encoded(picture(10, (1, 20, 24)), 6),
+        98: datum.serialize(data=drawing[: len(drawing) // 2], label=7, encoded=True),
+    }
+
+
+def sound(number: int) -> bytes:
+    image = picture(100 + number, SHAPE)
+    if number % 3 == 0:
+        return encoded(image, number % 10, "PNG")  # some photos are .png under a .jpg name: only the bytes count
+    return raw(image, number % 10)
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder, bad = tmp_path_factory.mktemp("sets"), values()
+    records = [bad.get(i) or sound(i) for i in range(RECORDS)]
+    return {"lmdb": write_lmdb(folder / "lmdb", records), "leveldb": write_leveldb(folder / "leveldb", records)}
+
+
+def spec(path: str, policy: str, **more: Any) -> FeedSpec:
+    settings: dict[str, Any] = {"stop_step": STEPS, "depth": 4, "bad_record_cap": 0.1, **more}
+    return FeedSpec(
+        path, BATCH, seed=3, shuffle="full", fingerprints="step", poison=True, on_bad_record=policy,  # type: ignore[arg-type]
+        transform=TransformSpec(crop=20, mirror=True, mean_value=(100.0,), scale=0.5), **settings,
+    )  # fmt: skip
+
+
+def zeroable(folder: Path) -> str:
+    """The set without the one record that has no label: a copy."""
+    bad = values()
+    del bad[60]
+    return write_lmdb(folder, [bad.get(i) or sound(i) for i in range(RECORDS)])
+
+
+def hashes(asked: FeedSpec) -> list[dict[str, int]]:
+    with Feed.from_spec(asked) as feed:
+        return [batch.hashes for batch in feed]
+
+
+# -- stop --------------------------------------------------------------------------------------------------------------
+
+
+def test_stop_names_data_set_key_record_expected_found_and_what_to_try(sets: dict[str, str]) -> None:
+    with Feed.from_spec(spec(sets["lmdb"], "stop")) as feed, pytest.raises(StallscopeError) as caught:
+        list(feed)
+    text = str(caught.value)
+    assert sets["lmdb"] in text
+    assert "_img'" in text
+    assert "record " in text
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("bad", sorted(values()))
+def test_stop_ends_at_every_kind_of_bad_record(tmp_path: Path, bad: int) -> None:
+    path = write_lmdb(tmp_path / "db", [sound(0), sound(1), values()[bad], sound(3)])
+    asked = FeedSpec(path, 2, stop_step=2)
+    with Feed.from_spec(asked) as feed:
+        assert len(next(feed)) == 2
+        with pytest.raises(StallscopeError, match="record 2 ") as caught:
+            next(feed)
+    assert "00000002_img" in str(caught.value)
+    assert caught.value.hint
+
+
+# -- skip --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stand_in_is_the_record_of_another_permutation_at_the_same_place(sets: dict[str, str]) -> None:
+    order, bad = Order(RECORDS, seed=3), set(values())
+    with Feed.from_spec(spec(sets["lmdb"], "skip")) as feed:
+        for batch in feed:
+            assert len(batch) == BATCH
+            for i, record in enumerate(batch.ids.tolist()):
+                epoch, place = divmod(batch.step * BATCH + i, RECORDS)
+                wanted = int(order.records([epoch], [place])[0])
+                attempts = iter(range(ATTEMPTS))
+                while wanted in bad:
+                    wanted = int(order.replacements(np.array([epoch]), np.array([place]), next(attempts))[0])
+                assert record == wanted
+                assert batch.labels[i] == record % 10
+                assert int(batch.epochs[i]) == epoch
+
+
+def test_stand_ins_are_made_like_any_other_sample(sets: dict[str, str]) -> None:
+    """With the draws of their own number: the same record in the same epoch gives the same bytes wherever it stands."""
+    seen: dict[tuple[int, int], bytes] = {}
+    again = 0
+    with Feed.from_spec(spec(sets["lmdb"], "skip", stop_step=60)) as feed:
+        for batch in feed:
+            for i in range(len(batch)):
+                at = (int(batch.epochs[i]), int(batch.ids[i]))
+                again += at in seen
+                assert seen.setdefault(at, batch.data[i].tobytes()) == batch.data[i].tobytes()
+    assert again > 5
+
+
+def test_records_of_other_places_are_not_moved(sets: dict[str, str]) -> None:
+    with Feed.from_spec(spec(sets["lmdb"], "skip")) as feed:
+        ids = np.concatenate([batch.ids.copy() for batch in feed])
+    plain = Order(RECORDS, seed=3).records(*np.divmod(np.arange(STEPS * BATCH), RECORDS))
+    moved = ids != plain
+    assert set(plain[moved]) == set(values())
+    assert not set(ids) & set(values())
+
+
+def test_the_permutations_of_stand_ins_are_pinned() -> None:
+    order, places = Order(10, seed=1), np.arange(10)
+    zeros = np.zeros(10, np.int64)
+    table = [order.replacements(zeros + epoch, places, attempt).tolist() for epoch in (0, 1) for attempt in (0, 1)]
+    assert table == json.loads(PINNED.read_text())["order"]
+    assert all(sorted(row) == list(range(10)) for row in table)
+    whole = Order(10, seed=1, shuffle="none")
+    assert whole.replacements(zeros, places, 0).tolist() == table[0]
+
+
+def test_no_stand_in_at_all_is_an_error_and_not_a_loop(tmp_path: Path) -> None:
+    path = write_lmdb(tmp_path / "db", [sound(0), *(values()[17] for _ in range(30))])
+    asked = FeedSpec(path, 16, stop_step=1, on_bad_record="skip", bad_record_cap=1.0)
+    with Feed.from_spec(asked) as feed, pytest.raises(TooManyBadRecords) as caught:
+        next(feed)
+    assert "record " in str(caught.value)
+
+
+# -- zero --------------------------------------------------------------------------------------------------------------
+
+
+def test_zero_keeps_record_and_label_and_blanks_the_sample(tmp_path: Path) -> None:
+    path = zeroable(tmp_path / "db")
+    blank, bad = 0, set(values()) - {60}
+    with Feed.from_spec(spec(path, "zero")) as feed:
+        order = Order(RECORDS, seed=3)
+        for batch in feed:
+            items = np.arange(batch.step * BATCH, batch.step * BATCH + BATCH)
+            assert batch.ids.tolist() == order.records(*np.divmod(items, RECORDS)).tolist()
+            for i, record in enumerate(batch.ids.tolist()):
+                if record in bad:
+                    blank += 1
+                    assert not batch.data[i].any()
+                    assert batch.labels[i] == datum.parse(values()[record]).label
+                else:
+                    assert batch.data[i].any()
+        stats = feed.stats()["bad_records"]
+    assert sum(stats["items_by_epoch"].values()) == blank
+    assert stats["records"] == 6
+
+
+def test_zero_without_a_label_stops_and_says_why(sets: dict[str, str]) -> None:
+    with Feed.from_spec(spec(sets["lmdb"], "zero")) as feed, pytest.raises(StallscopeError) as caught:
+        list(feed)
+    assert "record 60 (key '00000060_img')" in str(caught.value)
+    assert "on_bad_record: zero" in str(caught.value)
+
+
+def test_a_users_function_is_not_called_for_a_blank_sample(tmp_path: Path) -> None:
+    path = write_lmdb(tmp_path / "db", [sound(1), values()[17], sound(2)])
+    asked = FeedSpec(
+        path, 3, stop_step=1, on_bad_record="zero", transform=TransformSpec(python="tests.pipeline.functions:halves")
+    )
+    with Feed.from_spec(asked) as feed:
+        batch = next(feed)
+        assert batch.data.shape == (3, 3, 10, 12)
+        assert [bool(sample.any()) for sample in batch.data] == [True, False, True]
+        assert batch.labels.tolist() == [1, 2, 2]
+
+
+def test_a_failing_function_is_code_and_always_stops(tmp_path: Path) -> None:
+    path = write_lmdb(tmp_path / "db", [raw(picture(i, SHAPE), i) for i in range(10)])
+    asked = FeedSpec(
+        path, 10, stop_step=1, on_bad_record="skip", bad_record_cap=1.0,
+        transform=TransformSpec(python="tests.pipeline.functions:breaks_on_label_7"),
+    )  # fmt: skip
+    with Feed.from_spec(asked) as feed, pytest.raises(StallscopeError, match="seven is right out"):
+        next(feed)
+
+
+# -- the same for everybody --------------------------------------------------------------------------------------------
+
+
+def pinned(policy: str) -> list[dict[str, int]]:
+    return [{key: int(value, 16) for key, value in step.items()} for step in json.loads(PINNED.read_text())[policy]]
+
+
+def stable(found: list[dict[str, int]]) -> list[dict[str, int]]:
+    """The hashes that do not depend on what the image library of the day writes."""
+    return [{key: step[key] for key in ("ids", "ids_set", "fill")} for step in found]
+
+
+def source_for(policy: str, backend: str, sets: dict[str, str], folder: Path) -> str:
+    return sets[backend] if policy == "skip" else zeroable(folder / "zero")
+
+
+@pytest.mark.parametrize("policy", ["skip", "zero"])
+@pytest.mark.parametrize("start", [0, 7])
+def test_inline_gives_the_pinned_hashes_from_any_step(
+    sets: dict[str, str], tmp_path: Path, policy: str, start: int
+) -> None:
+    asked = spec(source_for(policy, "lmdb", sets, tmp_path), policy, start_step=start)
+    assert stable(hashes(asked)) == pinned(policy)[start:]
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    with ray_runtime.running(num_cpus=2):
+        yield
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("policy", "backend", "workers"),
+    [("skip", "lmdb", 1), ("skip", "lmdb", 2), ("skip", "leveldb", 2), ("zero", "lmdb", 1), ("zero", "lmdb", 2)],
+)
+def test_ray_gives_the_pinned_hashes(
+    local_ray: None, sets: dict[str, str], tmp_path: Path, policy: str, backend: str, workers: int
+) -> None:
+    asked = spec(source_for(policy, backend, sets, tmp_path), policy, engine="ray", workers=workers)
+    with Feed.from_spec(asked) as feed:
+        found = [batch.hashes for batch in feed]
+        stats = feed.stats()["bad_records"]
+    assert stable(found) == pinned(policy)
+    with Feed.from_spec(replace(asked, engine="inline")) as feed:
+        assert [batch.hashes for batch in feed] == found
+        assert feed.stats()["bad_records"] == stats
+
+
+# -- the cap and the lists ---------------------------------------------------------------------------------------------
+
+
+def test_above_the_cap_the_consumer_stops_with_the_keys(sets: dict[str, str]) -> None:
+    """103 records: 0.04 allows four; the fifth that is met ends it, at the same step for everybody."""
+    with Feed.from_spec(spec(sets["lmdb"], "skip", bad_record_cap=0.04)) as feed:
+        delivered = []
+        with pytest.raises(TooManyBadRecords) as caught:
+            delivered.extend(batch.step for batch in feed)
+        with pytest.raises(TooManyBadRecords):  # again, and not a wait for ever
+            next(feed)
+    text = str(caught.value)
+    assert "5 of the 103 records" in text
+    assert "at most 4 (data.bad_record_cap: 0.04)" in text
+    assert len([bad for bad in values() if f"record {bad} (key '{bad:08d}_img'" in text]) == 5
+    assert sets["lmdb"] in text
+    assert f"step {len(delivered)}" in text
+
+
+@pytest.mark.ray
+def test_the_cap_is_judged_in_strict_order_whoever_made_the_batches(local_ray: None, sets: dict[str, str]) -> None:
+    texts = []
+    for engine in ("inline", "ray"):
+        asked = spec(sets["lmdb"], "skip", bad_record_cap=0.04, engine=engine, workers=2)
+        with Feed.from_spec(asked) as feed, pytest.raises(TooManyBadRecords) as caught:
+            list(feed)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("cap", "limit"), [(0.0, 0), (0.001, 1), (0.02, 2), (1.0, 103)])
+def test_the_cap_allows_one_record_at_least_unless_it_is_zero(sets: dict[str, str], cap: float, limit: int) -> None:
+    with Feed.from_spec(spec(sets["lmdb"], "skip", bad_record_cap=cap)) as feed:
+        assert feed.stats()["bad_records"]["limit"] == limit
+
+
+def test_a_bad_record_0_does_not_decide_the_shapes(tmp_path: Path) -> None:
+    path = write_lmdb(tmp_path / "db", [values()[17], values()[5], *(sound(i) for i in range(2, 9))])
+    with pytest.raises(StallscopeError, match="record 0 "):
+        Feed.from_spec(FeedSpec(path, 3))
+    with Feed.from_spec(FeedSpec(path, 3, on_bad_record="skip", bad_record_cap=0.3, stop_step=3)) as feed:
+        assert feed.shape == (3, *SHAPE)
+        assert len(list(feed)) == 3
+        assert feed.stats()["bad_records"]["records"] == 2
+
+
+def test_a_resume_remembers_what_was_bad(sets: dict[str, str]) -> None:
+    asked = spec(sets["lmdb"], "skip")
+    with Feed.from_spec(asked) as feed:
+        for _ in range(10):
+            next(feed)
+        state = feed.state_dict()
+    assert json.loads(json.dumps(state)) == state
+    resumed = Feed.from_spec(asked)
+    resumed.load_state_dict(state)
+    with resumed, Feed.from_spec(asked) as whole:
+        list(whole)
+        list(resumed)
+        assert resumed.stats()["bad_records"]["records"] == whole.stats()["bad_records"]["records"] == 7
+    with pytest.raises(StallscopeError, match="on_bad_record differs"):
+        Feed.from_spec(replace(asked, on_bad_record="zero")).load_state_dict(state)
+
+
+def test_notes_and_report_list_the_keys_and_the_epochs(sets: dict[str, str], tmp_path: Path) -> None:
+    from profiler import report
+
+    with (
+        Recorder.open(tmp_path, "trainer", "trainer") as recorder,
+        Feed.from_spec(spec(sets["lmdb"], "skip"), recorder) as feed,
+    ):
+        list(feed)
+        stats = feed.stats()["bad_records"]
+    run = store.load_run(tmp_path)
+    notes = [note for note in run.notes if note["note"] == "bad_record"]
+    assert sorted(note["record"] for note in notes) == sorted(values())
+    reasons = {note["record"]: note["reason"] for note in notes}
+    expected = {5: "image", 17: "image", 40: "datum", 41: "shape", 60: "label", 77: "shape", 98: "image"}
+    assert reasons == expected
+    (finding,) = (finding for finding in report.build(run).findings if finding.kind == "bad_records")
+    assert f"{len(notes)} records of the TRAIN set could not be used" in finding.text
+    for number in reasons:
+        assert f"'{number:08d}_img'" in finding.text
+    assert len(stats["items_by_epoch"]) == 3
+    for epoch, items in stats["items_by_epoch"].items():
+        assert f"epoch {epoch}: {items}" in finding.text
+
+
+def test_rows_keep_long_and_strange_keys_readable() -> None:
+    rows, count = np.zeros(2, ENTRY), np.zeros(1, np.int64)
+    found = Found(rows, count)
+    found.add(0, 1, 2, b"\xff\x00" + b"k" * 300, StallscopeError("what " * 100))
+    found.add(1, 1, 3, b"", StallscopeError("short"))
+    found.settle(0, 9)
+    assert rows["used"].tolist() == [9, 3]
+    assert rows["key"][1] == b"?"
+    assert rows["key"][0].startswith(rb"'\\xff")
+    with pytest.raises(TooManyBadRecords, match="room to write down"):
+        found.add(1, 1, 4, b"", StallscopeError("third"))
+
+
+def test_reasons_by_kind_of_error() -> None:
+    from datasets.errors import DatasetCorrupt
+
+    assert Reason.of(DatasetCorrupt("x")) is Reason.READ
+    assert Reason.of(datum.DatumSizeMismatch("x")) is Reason.DATUM
+
+
+def test_the_configuration_decides() -> None:
+    document = {
+        "net": "x", "data": {"train": {"source": "a", "batch": 1}, "on_bad_record": "skip", "bad_record_cap": 0.25}
+    }  # fmt: skip
+    asked = feed_spec(validate(document))
+    assert (asked.on_bad_record, asked.bad_record_cap) == ("skip", 0.25)
+    assert validate({}).data.bad_record_cap == 0.001
