@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from datasets import datum
 from pipeline import philox
 from pipeline.feed import Feed
 from pipeline.maker import LabelError
 from pipeline.spec import FeedSpec, TransformSpec
+from pipeline.transforms import TransformError
+from pipeline.worker import open_data
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mnist_lmdb_test": ("mnist_test_lmdb", {"scale": 0.00390625}),
@@ -23,6 +26,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "crops96_raw_40x48_lmdb",
         {"scale": 0.5, "crop": 24, "mean_file": "tests/data/proto/mean_40x48.binaryproto"},
     ),
+    "raw_train_crop_mirror_meanval1": (
+        "crops96_raw_40x48_lmdb",
+        {"crop": 24, "mirror": True, "mean_value": (110.0,)},
+    ),
+    "raw_noop_wrap": ("crops96_raw_40x48_lmdb", {}),
+    "gray_raw_40x48": ("crops24_gray_40x48_lmdb", {}),
+    "png72_test_meanfile": ("crops24_png_72_lmdb", {"mean_file": "tests/data/db/mean_png_72.binaryproto"}),
+    "encguess72_test": ("crops24_encguess_72_lmdb", {}),
+    "leveldb_mnist_test_leveldb": ("mnist_test_leveldb", {}),
+    "encnative_batch1_varshape": ("crops24_encoded_native_lmdb", {"color": "color"}),
     "encnative_test_crop64_forcecolor": ("crops24_encoded_native_lmdb", {"crop": 64, "color": "color"}),
     "encnative_train_crop64_forcecolor": (
         "crops24_encoded_native_lmdb",
@@ -48,6 +61,47 @@ def test_first_batch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         batch = next(feed)
         np.testing.assert_array_equal(batch.labels, labels)
         np.testing.assert_array_equal(batch.data, expected)
+
+
+def test_a_batch_runs_on_into_the_next_epoch() -> None:
+    """96 records, 7 a batch: the 14th batch is the last five and the first two."""
+    with np.load("tests/data/datalayer_caffe.npz") as file:
+        expected, labels = file["raw_noop_wrap/data13"], file["raw_noop_wrap/all_labels"]
+    with Feed.from_spec(FeedSpec("tests/data/db/crops96_raw_40x48_lmdb", 7, phase="TEST", stop_step=15)) as feed:
+        for batch in feed:
+            np.testing.assert_array_equal(batch.labels, labels[batch.step])
+            if batch.step == 13:
+                np.testing.assert_array_equal(batch.data, expected)
+
+
+def test_sizes_that_change_need_a_crop_even_one_at_a_time() -> None:
+    """Caffe takes any size where batch_size is 1; a slot of the ring has one size, and the error says so."""
+    spec = FeedSpec(
+        "tests/data/db/crops24_encoded_native_lmdb", 1, phase="TEST", transform=TransformSpec(color="color")
+    )
+    with Feed.from_spec(spec) as feed:
+        assert next(feed).data.shape == (1, 3, 231, 192)
+        with pytest.raises(TransformError, match="another size than record 0 ") as caught:
+            next(feed)
+    text = str(caught.value)
+    assert text.count("(key '") == 2
+    assert "3 x 231 x 192" in text
+    assert "3 x 187 x 96" in text
+
+
+def test_float_features_with_their_labels_in_a_second_database() -> None:
+    with np.load("tests/data/datalayer_caffe.npz") as file:
+        expected = [file["float_data_test/data"], file["float_data_test/data1"]]
+    spec = FeedSpec(
+        "tests/data/db/lenet_ip2_float_lmdb", 5, labels="tests/data/db/lenet_label_float_lmdb", phase="TEST",
+        stop_step=2, transform=TransformSpec(scale=2, mean_value=(0.5,)),
+    )  # fmt: skip
+    with Feed.from_spec(spec) as feed, open_data(spec) as source:
+        assert feed.label_shape == (5, 1)
+        for batch, wanted in zip(feed, expected, strict=True):
+            np.testing.assert_array_equal(batch.data, wanted)
+            stored = [datum.parse(source.read(i).label_value).float_data for i in batch.ids]  # type: ignore[attr-defined]
+            np.testing.assert_array_equal(batch.labels, np.stack(stored))
 
 
 def test_extracted_features_have_no_label_where_caffe_says_zero() -> None:
