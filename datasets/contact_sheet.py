@@ -200,8 +200,9 @@ def _visible(image: NDArray[Any]) -> tuple[NDArray[np.uint8], str]:
     if image.dtype != np.uint8:
         finite = image[np.isfinite(image)]
         low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-        scaled = (np.nan_to_num(image.astype(np.float64), nan=low) - low) * (255 / (high - low) if high > low else 0.0)
-        image = np.clip(scaled, 0, 255).astype(np.uint8)
+        known = np.clip(np.nan_to_num(image.astype(np.float64), nan=low), low, high)
+        scaled = (known - low) * (255 / (high - low) if high > low else 0.0)
+        image = scaled.astype(np.uint8)
         how.append(f"{low:.4g} is black, {high:.4g} is white")
     if len(image) == 3:
         return np.ascontiguousarray(image[::-1].transpose(1, 2, 0)), ", ".join(how)

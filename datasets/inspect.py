@@ -90,8 +90,8 @@ def describe(source: Source, found: Survey, max_pixels: int | None = None) -> di
     }
 
 
-def channel_mean(source: Source, max_pixels: int | None = None) -> list[float] | None:
-    """Mean of each channel (B, G, R) over up to 64 records, each record counting the same; None where they differ."""
+def channel_mean(source: Source, max_pixels: int | None = None) -> list[float | None] | None:
+    """Mean of each channel (B, G, R) over up to 64 records, each counting the same; None where the channels differ."""
     total = len(source)
     chosen = np.unique(np.linspace(0, max(total - 1, 0), min(total, _MEAN_OF)).astype(np.int64))
     means = []
@@ -102,7 +102,7 @@ def channel_mean(source: Source, max_pixels: int | None = None) -> list[float] |
         means.append(image.reshape(len(image), -1).mean(axis=1, dtype=np.float64))
     if not means or len({len(mean) for mean in means}) > 1:
         return None
-    return [round(float(value), 4) for value in np.mean(means, axis=0)]
+    return cli.finite([round(float(value), 4) for value in np.mean(means, axis=0)])
 
 
 def picture(record: Record, max_pixels: int | None, color: Color | None = None) -> NDArray[Any] | DatumError:

@@ -244,7 +244,7 @@ def stretches(records: int, limit: int | None) -> list[range]:
     """The records to look at: all in one range, or ``limit`` of them in ranges spread evenly, both ends included."""
     if limit is None or limit >= records:
         return [range(records)] if records else []
-    parts = min(_STRETCHES, max(1, limit // _CHUNK))
+    parts = min(_STRETCHES, max(min(2, limit), limit // _CHUNK))
     lengths = np.diff(np.linspace(0, limit, parts + 1).astype(np.int64))
     gaps = np.linspace(0, records - limit, parts).astype(np.int64)
     starts = gaps + np.concatenate([[0], np.cumsum(lengths)[:-1]])

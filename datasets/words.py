@@ -24,7 +24,12 @@ def rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         out.append(("record size", "{} (median); least {}, 5 % {}, 95 % {}, most {}".format(*shown)))
     if document["channel_mean"] is not None:
         names = " (B, G, R)" if len(document["channel_mean"]) == 3 else ""
-        out.append(("channel mean", ", ".join(f"{value:.2f}" for value in document["channel_mean"]) + names))
+        out.append(
+            (
+                "channel mean",
+                ", ".join("n/a" if value is None else f"{value:.2f}" for value in document["channel_mean"]) + names,
+            )
+        )
     storage = document["storage"]
     if storage:
         out.append(("on disk", disk_text(storage)))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from datasets import datum, inspect, open_source
+from profiler.errors import UsageError
 from tests.datasets import golden
 from tests.datasets.test_decode import file, picture
 
@@ -188,3 +189,67 @@ def test_the_command_line(tmp_path):
         assert text in done.stderr
         assert "Traceback" not in done.stderr
         assert done.stdout == ""
+
+
+def test_sizes_of_records(tmp_path):
+    items = [(b"%04d" % i, raw(0, (1, 1, width))) for i, width in enumerate(range(1, 101))]
+    document = examine(make(tmp_path / "db", items))
+    lengths = sorted(len(value) for _, value in items)
+    sizes = document["record_bytes"]
+    assert (sizes["min"], sizes["max"], sizes["total"]) == (lengths[0], lengths[-1], sum(lengths))
+    assert sizes["p5"] == pytest.approx(lengths[5], abs=1)
+    assert sizes["p50"] == pytest.approx(lengths[50], abs=1)
+    assert sizes["p95"] == pytest.approx(lengths[95], abs=1)
+
+
+def test_a_part_of_the_records(tmp_path, capsys):
+    folder = make(tmp_path / "db", [(b"%06d" % i, raw(i % 10)) for i in range(1000)])
+    assert inspect.main([str(folder), "--json", "--limit", "200"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["records"] == 1000
+    assert document["looked_at"] == {"records": 200, "stretches": 3}
+    assert document["labels"]["present"] == sum(document["shapes"].values()) == 200
+    assert inspect.main([str(folder), "--limit", "200"]) == 0
+    assert "looked at 200 of them, in 3 stretches spread evenly" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(UsageError, match="--limit is out of range"):
+        inspect.main([str(folder), "--limit", "0"])
+
+
+def test_large_images_are_bad_records_where_a_limit_says_so(tmp_path, capsys):
+    folder = make(tmp_path / "db", [(b"0", datum.serialize(data=file(picture("L")), label=0, encoded=True))])
+    assert inspect.main([str(folder), "--json", "--max-pixels", "62"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert "9 x 7 = 63" in document["bad"][0]["reason"]
+    assert document["channel_mean"] is None
+    assert inspect.main([str(folder), "--json", "--max-pixels", "63"]) == 0
+
+
+def test_numbers_that_json_has_not(tmp_path):
+    value = datum.serialize(channels=1, height=1, width=2, float_data=[float("nan"), 1], label=0)
+    assert examine(make(tmp_path / "db", [(b"0", value)]))["channel_mean"] == [None]
+
+
+def test_what_shuffling_would_show():
+    labels = examine(golden.DB / "mnist_test_lmdb")["labels"]
+    assert labels["longest_run"] == 4
+    assert labels["shuffled_longest_run"] == {"typical": 4, "at_most": 9}
+
+
+def test_a_long_run_in_an_else_shuffled_set_is_warned_of(tmp_path):
+    draw = np.random.default_rng(1).integers(0, 10, 2000)
+    draw[700:730] = 7
+    document = examine(make(tmp_path / "db", [(b"%04d" % i, raw(int(label))) for i, label in enumerate(draw)]))
+    assert document["labels"]["runs"] > 0.9 * document["labels"]["expected_runs"]
+    (warning,) = document["warnings"]
+    assert "the longest" in warning
+    assert document["labels"]["longest_run"] >= 30 > document["labels"]["shuffled_longest_run"]["at_most"]
+
+
+def test_storage_is_told(tmp_path):
+    document = examine(golden.DB / "mnist_test_lmdb")
+    storage = document["storage"]
+    assert storage["nbytes"] == sum(place.stat().st_size for place in (golden.DB / "mnist_test_lmdb").iterdir())
+    assert (storage["resident"] is None) == (storage["resident_missing"] is not None)
+    assert storage["page_bytes"] * storage["pages"] == (golden.DB / "mnist_test_lmdb" / "data.mdb").stat().st_size
+    with open_source("memory:records=3") as source:
+        assert inspect.examine(source)["storage"] is None
