@@ -1,4 +1,4 @@
-"""``python -m datasets.convert {images,list,idx,npz} SRC OUT``: build an LMDB or a LevelDB of Datum records.
+"""``python -m datasets.convert KIND SRC OUT``: build an LMDB or a LevelDB of Datum records.
 
 Records are those of Caffe's own tools (keys, fields, colour order, resizing), shuffled by default: a reader that goes
 through a database in its order would otherwise see one class at a time.
@@ -7,170 +7,151 @@ through a database in its order would otherwise see one class at a time.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from datasets import convert_inputs, writer
+from datasets import convert_arrays, convert_files, writer
 from datasets.convert_inputs import ImageOptions, Inputs
-from datasets.manifest import Manifest, Tally, remove_manifest, write_manifest
-from datasets.order import Order
+from datasets.convert_run import DEFAULT_SEED, Plan, check_targets, convert
+from datasets.convert_stream import SampleStream
+from datasets.convert_work import folder_of
+from datasets.manifest import Manifest
 from profiler.cli import EXIT_NOT_FINE, EXIT_OK, Parser, run
-from profiler.errors import StallscopeError, UsageError
 
-DEFAULT_SEED = 1
-MOST_RECORDS = 10**8
-"""Keys begin with eight digits; with more records their byte order would not be their numeric order."""
-_LONGEST_KEY = 511  # LMDB's limit; held for LevelDB as well, so both can hold the same records
-_LISTED_SKIPS = 100
+_LISTED = 20
+_NOT_RECORDED = ("sources", "out", "force", "shuffle", "workers", "on_error", "label_db", "backend")
 
-
-def convert(
-    inputs: Inputs,
-    out: Path,
-    *,
-    backend: str = "lmdb",
-    shuffle_seed: int | None = DEFAULT_SEED,
-    force: bool = False,
-    on_error: str = "stop",
-    source: str = "",
-    options: dict[str, Any] | None = None,
-    progress: Callable[[int], object] = lambda done: None,
-) -> Manifest:
-    """Write ``inputs`` to a new database at ``out`` with its manifest beside it.
-
-    The database appears under its name only when it is complete.
-
-    Parameters
-    ----------
-    shuffle_seed: seed of the order in which the items are stored; None keeps their own.
-    force: replace a database that is there already.
-    on_error: ``stop`` raises the first error of an item; ``skip`` leaves the item out and lists it in the manifest.
-        Keys are numbered by place, so a skipped item leaves a gap.
-    progress: called now and then with the number of items done.
-
-    Raises :class:`StallscopeError`: wrong target, unreadable item, or nothing left to store.
-    """
-    count = len(inputs)
-    if count > MOST_RECORDS:
-        raise UsageError("too many records for one database", expected=f"at most {MOST_RECORDS}", found=count)
-    writer.check_target(out, force)
-    order = Order(count, shuffle_seed or 0, "none" if shuffle_seed is None else "full")
-    tally = Tally()
-    skipped: list[str] = []
-    skipped_count = 0
-    with writer.new_folder(out) as folder:
-        target = writer.WRITERS[backend](folder)
-        try:
-            for place, index in _in_order(order):
-                try:
-                    item = inputs.convert(index)
-                    key = f"{place:08d}{inputs.suffix(index)}".encode("utf-8", "surrogateescape")
-                    if len(key) > _LONGEST_KEY:
-                        raise UsageError(
-                            f"{inputs.where(index)}: the path is too long for a key",
-                            expected=f"at most {_LONGEST_KEY} bytes",
-                            found=len(key),
-                        )
-                except StallscopeError as error:
-                    if on_error == "stop":
-                        raise
-                    skipped_count += 1
-                    if len(skipped) < _LISTED_SKIPS:
-                        skipped.append(str(error).splitlines()[0])
-                else:
-                    target.put(key, item.value)
-                    tally.add(key, item.value, item.shape, item.label, item.encoded)
-                if place % 100 == 99 or place == count - 1:
-                    progress(place + 1)
-            if tally.records == 0:
-                raise StallscopeError("not one item could be read; no database was made", found=skipped[0])
-            target.close()
-        finally:
-            target.abandon()
-        # From here on the old manifest, if any, would speak of a database that is about to be replaced.
-        remove_manifest(out)
-    manifest = tally.manifest(
-        backend=backend,
-        classes=inputs.classes,
-        source=source,
-        options=options or {},
-        shuffle_seed=shuffle_seed,
-        skipped=skipped,
-        skipped_count=skipped_count,
-    )
-    write_manifest(out, manifest, tally.crcs)
-    return manifest
-
-
-def _in_order(order: Order) -> Iterator[tuple[int, int]]:
-    """(place, index) for all places, a chunk at a time: no list of all of them in memory."""
-    chunk = 65536
-    for start in range(0, len(order), chunk):
-        places = np.arange(start, min(start + chunk, len(order)))
-        yield from zip(places.tolist(), order.records(0, places).tolist(), strict=True)
+_ABOUT = {
+    "images": (
+        "a folder with one folder of images for each class",
+        "SRC is a folder with one folder for each class, and images (also in folders) in these. Labels number the "
+        "classes from 0 in the order of their names. Keys: %%08d_class/file, as convert_imageset writes them.",
+    ),
+    "list": (
+        "a text file with a path and a label on each line",
+        "SRC is a list as Caffe's convert_imageset takes it: a path, a space and a whole number on each line. All "
+        "lines are checked before anything is written. Keys: %%08d_path, as convert_imageset writes them.",
+    ),
+    "idx": (
+        "the IDX files of MNIST, gzip or not",
+        "SRC is a file of images in MNIST's IDX format, compressed by gzip or not. Keys: %%08d, as "
+        "convert_mnist_data writes them.",
+    ),
+    "npz": (
+        "a NumPy archive with arrays 'images' and 'labels'",
+        "SRC is a .npz file with the arrays 'images' (uint8, [N, H, W], [N, C, H, W] or [N, H, W, C]) and 'labels' "
+        "(whole numbers, [N]). Keys: %%08d.",
+    ),
+    "parquet": (
+        "Parquet with a column of images and one of labels",
+        "SRC are Parquet files, folders of them, globs, or patterns like 'train-{00000..00003}.parquet'. Images are "
+        "bytes, Hugging Face's struct of bytes and path, or paths as text. Keys: %%08d, and _path where there is "
+        "one. Shuffling keeps a copy of the images beside OUT for as long as it takes.",
+    ),
+    "tar": (
+        "WebDataset archives: an image and a .cls or .json of one name each",
+        "SRC are .tar or .tar.gz files, folders of them, globs, or patterns like 'shard-{000..127}.tar'. Files of one "
+        "name that follow one another are a sample: an image, and its label as a whole number in .cls or in .json. "
+        "Links and paths that lead out of the archive are ignored and told. Nothing is unpacked; shuffling compressed "
+        "archives keeps a copy of the images in one file beside OUT for as long as it takes. Keys: %%08d_name.",
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    out = Path(arguments.out)
-    writer.check_target(out, arguments.force)  # before a large source is read
-    inputs = _open(arguments)
+    images = arguments.kind not in ("idx", "npz")
+    plan = Plan(
+        out=Path(arguments.out),
+        backend=arguments.backend,
+        shuffle_seed=arguments.shuffle,
+        force=arguments.force,
+        skip=arguments.on_error == "skip",
+        workers=arguments.workers if images else 1,
+        label_out=getattr(arguments, "label_db", None),
+        source=" ".join(arguments.sources),
+        options=_recorded(arguments),
+    )
+    if not folder_of(plan.out).exists():
+        check_targets(plan)  # before a large source is read
+    inputs = _open(arguments, plan)
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    console = Console(stderr=True)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    for note in inputs.notes:
+        say(f"note: {note}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"writing {out.name}", total=len(inputs))
-        manifest = convert(
-            inputs,
-            out,
-            backend=arguments.backend,
-            shuffle_seed=arguments.shuffle,
-            force=arguments.force,
-            on_error=arguments.on_error,
-            source=str(arguments.source),
-            options=_recorded(arguments),
-            progress=lambda done: bar.update(task, completed=done),
-        )
-    sys.stdout.write(_summary(out, manifest))
+    with Progress(*columns, console=console) as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int | None) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        manifest = convert(inputs, plan, progress=progress, say=say)
+    sys.stdout.write(_summary(plan, manifest))
     return EXIT_NOT_FINE if manifest.skipped_count else EXIT_OK
 
 
-def _summary(out: Path, manifest: Manifest) -> str:
+def _summary(plan: Plan, manifest: Manifest) -> str:
     shapes = list(manifest.shapes)
     size = shapes[0] if len(shapes) == 1 else f"{len(shapes)} different sizes"
     order = "source order" if manifest.shuffle_seed is None else f"shuffled with seed {manifest.shuffle_seed}"
-    lines = [f"{manifest.records} records, {size}, {order}: {out} ({manifest.backend})"]
+    lines = [f"{manifest.records} records, {size}, {order}: {plan.out} ({manifest.backend})"]
+    if plan.label_out is not None:
+        lines.append(f"labels, under the same keys: {plan.label_out} ({manifest.backend})")
     if manifest.label_range is not None:
         low, high = manifest.label_range
-        lines.append(f"labels {low} to {high}" + (f": {', '.join(manifest.classes)}" if manifest.classes else ""))
+        names = manifest.classes or []
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        lines.append(f"labels {low} to {high}" + (f": {', '.join(names[:_LISTED])}{more}" if names else ""))
     if manifest.skipped_count:
         lines.append(f"SKIPPED {manifest.skipped_count}:")
-        lines += [f"  {reason}" for reason in manifest.skipped[:20]]
-        if manifest.skipped_count > 20:
-            lines.append(f"  and {manifest.skipped_count - 20} more")
+        lines += [f"  {reason}" for reason in manifest.skipped[:_LISTED]]
+        if manifest.skipped_count > _LISTED:
+            lines.append(f"  and {manifest.skipped_count - _LISTED} more")
     return "\n".join(lines) + "\n"
 
 
-def _open(arguments: argparse.Namespace) -> Inputs:
-    source = Path(arguments.source)
-    if arguments.kind in ("images", "list"):
-        options = ImageOptions(arguments.resize, arguments.gray, arguments.encoded)
-        if arguments.kind == "images":
-            return convert_inputs.open_images(source, options)
-        return convert_inputs.open_list(source, arguments.root, options)
+def _open(arguments: argparse.Namespace, plan: Plan) -> Inputs | SampleStream:
+    sources = arguments.sources
     if arguments.kind == "idx":
-        return convert_inputs.open_idx(source, arguments.labels)
-    return convert_inputs.open_npz(source, arguments.layout, arguments.channel_order)
+        return convert_arrays.open_idx(Path(sources[0]), arguments.labels)
+    if arguments.kind == "npz":
+        return convert_arrays.open_npz(Path(sources[0]), arguments.layout, arguments.channel_order)
+    options = ImageOptions(
+        arguments.resize, arguments.gray, arguments.encoded or arguments.encode_type is not None, arguments.encode_type
+    )
+    if arguments.kind == "images":
+        return convert_files.open_images(Path(sources[0]), options)
+    if arguments.kind == "list":
+        return convert_files.open_list(
+            Path(sources[0]), arguments.root, options, pairs=plan.label_out is not None, skip=plan.skip
+        )
+    if arguments.kind == "parquet":
+        from datasets.convert_parquet import open_parquet
+
+        return open_parquet(sources, options, arguments.image_column, arguments.label_column, arguments.root)
+    from datasets.convert_tar import open_tar
+
+    return open_tar(sources, options, arguments.label_key, arguments.image)
 
 
 def _recorded(arguments: argparse.Namespace) -> dict[str, Any]:
-    options = {key: value for key, value in vars(arguments).items() if key not in ("source", "out", "force", "shuffle")}
+    options = {key: value for key, value in vars(arguments).items() if key not in _NOT_RECORDED}
     return {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
+
+
+# ------------------------------------------------------------------------------------------------------- command line
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -188,59 +169,111 @@ def _seed(text: str) -> int | None:
     return int(text)
 
 
+def _workers(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 256:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of threads from 1 to 256")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m datasets.convert", description="Build an LMDB or a LevelDB of Caffe's Datum records."
+        prog="python -m datasets.convert",
+        description="Build an LMDB or a LevelDB of Caffe's Datum records, readable by Caffe itself.",
+        epilog="python -m datasets.convert KIND --help tells the options of each kind of source. A conversion that "
+        "was killed goes on where it was when the same command is given again. Exit code 1: something was left out.",
     )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{images,list,idx,npz}", parser_class=Parser)
-    about = {
-        "images": ("SRC: a folder with one folder of images for each class", "key: %08d_path"),
-        "list": ("SRC: a text file, 'path label' on each line", "key: %08d_path"),
-        "idx": ("SRC: MNIST's file of images, gzip or not", "key: %08d"),
-        "npz": ("SRC: a .npz file with arrays 'images' (uint8) and 'labels'", "key: %08d"),
-    }
-    for kind, (text, key) in about.items():
-        sub = kinds.add_parser(kind, help=text, description=f"{text}; {key}")
-        sub.add_argument("source", metavar="SRC")
-        sub.add_argument("out", metavar="OUT", help="folder of the new database")
-        sub.add_argument("--backend", choices=sorted(writer.WRITERS), default="lmdb", help="default: lmdb")
-        sub.add_argument(
-            "--shuffle",
-            type=_seed,
-            default=DEFAULT_SEED,
-            metavar="SEED|off",
-            help=f"order of the records; default: seed {DEFAULT_SEED}",
-        )
-        sub.add_argument("--force", action="store_true", help="replace a database that is there already")
-        sub.add_argument(
-            "--on-error",
-            choices=("stop", "skip"),
-            default="stop",
-            help="what to do about an item that cannot be read; with skip the exit code is 1 if any was",
-        )
-        if kind in ("images", "list"):
-            sub.add_argument("--resize", type=_size, metavar="H,W | N", help="bilinear, as OpenCV does it")
-            sub.add_argument("--gray", action="store_true", help="one channel instead of three")
-            sub.add_argument(
-                "--encoded",
-                action="store_true",
-                help="store image files; their bytes are unchanged without --resize and --gray",
-            )
-        if kind == "list":
-            sub.add_argument(
-                "--root", type=Path, metavar="DIR", help="where the paths begin; default: the list's folder"
-            )
-        if kind == "idx":
-            sub.add_argument("--labels", type=Path, metavar="FILE", help="default: found by MNIST's names")
-        if kind == "npz":
-            sub.add_argument("--layout", choices=("nchw", "nhwc"), help="where the channels are in a 4-D array")
-            sub.add_argument(
-                "--channel-order",
-                choices=("bgr", "rgb"),
-                default="bgr",
-                help="order of three channels in the array; stored is bgr, as Caffe has it (default: bgr)",
-            )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=Parser)
+    for kind, (short, long) in _ABOUT.items():
+        sub = kinds.add_parser(kind, help=short, description=long)
+        several = kind in ("parquet", "tar")
+        sub.add_argument("sources", metavar="SRC", nargs="+" if several else 1, help=short)
+        sub.add_argument("out", metavar="OUT", help="folder of the new database; its manifest goes beside it")
+        _add_common(sub)
+        if kind not in ("idx", "npz"):
+            _add_image_options(sub)
+        _ADD.get(kind, lambda sub: None)(sub)
     return parser
+
+
+def _add_common(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--backend", choices=sorted(writer.WRITERS), default="lmdb", help="default: lmdb")
+    sub.add_argument(
+        "--shuffle",
+        type=_seed,
+        default=DEFAULT_SEED,
+        metavar="SEED|off",
+        help=f"order of the records; default: shuffled with seed {DEFAULT_SEED}",
+    )
+    sub.add_argument("--force", action="store_true", help="replace a database that is there already")
+    sub.add_argument(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="what to do about an item that cannot be read; with skip the exit code is 1 if any was (default: stop)",
+    )
+
+
+def _add_image_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--resize", type=_size, metavar="H,W | N", help="bilinear, as OpenCV (so Caffe) does it")
+    sub.add_argument(
+        "--gray",
+        action="store_true",
+        help="one channel instead of three. Palettes are looked up, transparency is dropped, CMYK is converted, "
+        "16-bit images are refused",
+    )
+    sub.add_argument(
+        "--encoded",
+        action="store_true",
+        help="store image files: unchanged without --resize and --gray, else compressed again, JPEG as JPEG "
+        "(quality 95) and others as PNG",
+    )
+    sub.add_argument("--encode-type", choices=("jpg", "png"), help="store all as files of this kind")
+    sub.add_argument(
+        "--workers",
+        type=_workers,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="threads that decode; the result does not depend on it (default: one for each core, %(default)s)",
+    )
+
+
+def _add_list(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--root", type=Path, metavar="DIR", help="where the paths begin; default: the list's folder")
+    sub.add_argument(
+        "--label-db",
+        type=Path,
+        metavar="OUT2",
+        help="lines end with one or more numbers, with or without a fraction: they are stored as float_data in a "
+        "second database under the same keys, and the images have no label",
+    )
+
+
+def _add_idx(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--labels", type=Path, metavar="FILE", help="default: found by MNIST's names")
+
+
+def _add_npz(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--layout", choices=("nchw", "nhwc"), help="where the channels are in a 4-D array")
+    sub.add_argument(
+        "--channel-order",
+        choices=("bgr", "rgb"),
+        default="bgr",
+        help="order of three channels in the array; stored is bgr, as Caffe has it (default: bgr)",
+    )
+
+
+def _add_parquet(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--image-column", metavar="NAME", help="default: image, img, image_bytes, bytes, … or path")
+    sub.add_argument("--label-column", metavar="NAME", help="default: label, labels, cls, class, …")
+    sub.add_argument("--root", type=Path, metavar="DIR", help="where paths begin; default: the file's folder")
+
+
+def _add_tar(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--label-key", default="label", metavar="KEY", help="key of the label in .json (default: label)")
+    sub.add_argument("--image", metavar="ENDING", help="ending of the image where samples have several, like left.jpg")
+
+
+_ADD = {"list": _add_list, "idx": _add_idx, "npz": _add_npz, "parquet": _add_parquet, "tar": _add_tar}
 
 
 if __name__ == "__main__":

@@ -23,10 +23,39 @@ FIRST_MAP_SIZE = 64 << 20
 _DATABASE_FILES = re.compile(r"(data|lock)\.mdb|CURRENT|LOCK|LOG(\.old)?|MANIFEST-\d+|\d+\.(ldb|sst|log|dbtmp)")
 
 
-class Writer(ABC):
-    """Takes records in ascending order of their keys. ``close`` makes what was put durable."""
+RESERVE_BYTES = 16 << 20
+"""What a writer leaves free on the disk."""
 
-    def __init__(self) -> None:
+
+class DiskFull(StallscopeError):
+    """There is no room for what is about to be written."""
+
+
+def check_free(folder: Path, nbytes: int, what: str) -> None:
+    """Raise :class:`DiskFull` unless ``nbytes`` more fit on the disk of ``folder``, and some room stays."""
+    free = shutil.disk_usage(folder).free
+    if free < nbytes + RESERVE_BYTES:
+        raise DiskFull(
+            f"the disk of {folder.parent} has no room for {what}",
+            expected=f"{_mib(nbytes + RESERVE_BYTES)} free",
+            found=f"{_mib(free)} free",
+            hint="free some space, or name a target on another disk",
+        )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+class Writer(ABC):
+    """Takes records in ascending order of their keys. Each transaction is on the disk when it has ended.
+
+    A writer that is opened where another was killed goes on after what that one has committed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.committed = 0
+        self._folder = folder
         self._pending: list[tuple[bytes, bytes]] = []
         self._pending_bytes = 0
 
@@ -37,9 +66,12 @@ class Writer(ABC):
             self.commit()
 
     def commit(self) -> None:
-        """Write what is pending in one transaction."""
+        """Write what is pending in one transaction. Raises :class:`DiskFull` before anything of it is written."""
         if self._pending:
+            # Pages are not filled to the last byte: twice the bytes is more than enough.
+            check_free(self._folder, 2 * self._pending_bytes, "the next records")
             self._write(self._pending)
+            self.committed += len(self._pending)
             self._pending = []
             self._pending_bytes = 0
 
@@ -47,6 +79,10 @@ class Writer(ABC):
         """Commit, make durable and close."""
         self.commit()
         self._finish()
+
+    @abstractmethod
+    def records(self) -> Iterator[tuple[bytes, bytes]]:
+        """What is committed, in the order of the keys."""
 
     @abstractmethod
     def _write(self, records: list[tuple[bytes, bytes]]) -> None: ...
@@ -63,14 +99,25 @@ class LmdbWriter(Writer):
     """Raises :class:`StallscopeError` if the map cannot grow or the disk is full."""
 
     def __init__(self, folder: Path, map_size: int = FIRST_MAP_SIZE) -> None:
-        super().__init__()
+        super().__init__(folder)
         import lmdb
 
         self._lmdb = lmdb
-        self._map_size = map_size
         self.doublings = 0
-        # No lock file: nobody else knows the temporary folder. No sync at each commit: one at the end is enough.
-        self._env: Any = lmdb.open(str(folder), map_size=map_size, lock=False, sync=False, metasync=False)
+        try:
+            # No lock file: nobody else knows the temporary folder.
+            self._env: Any = lmdb.open(str(folder), map_size=map_size, lock=False)
+        except lmdb.Error as error:
+            raise StallscopeError(f"the LMDB in {folder} cannot be opened: {error}") from error
+        # Larger than asked for where an earlier writer had grown it.
+        self._map_size = max(map_size, self._env.info()["map_size"])
+
+    def records(self) -> Iterator[tuple[bytes, bytes]]:
+        try:
+            with self._env.begin() as transaction:
+                yield from transaction.cursor()
+        except self._lmdb.Error as error:
+            raise StallscopeError(f"the LMDB in {self._folder} cannot be read: {error}") from error
 
     def _write(self, records: list[tuple[bytes, bytes]]) -> None:
         while True:
@@ -109,7 +156,7 @@ class LevelDbWriter(Writer):
     """Compacts before it closes: LevelDB would leave the last records in its log, where a cut goes unnoticed."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__()
+        super().__init__(folder)
         try:
             import plyvel
         except ImportError as error:
@@ -118,11 +165,21 @@ class LevelDbWriter(Writer):
                 hint="pip install plyvel (it has wheels for Python 3.11 and 3.12), or --backend lmdb",
             ) from error
         self._plyvel = plyvel
-        self._db: Any = plyvel.DB(str(folder), create_if_missing=True, error_if_exists=True)
+        try:
+            self._db: Any = plyvel.DB(str(folder), create_if_missing=True)
+        except (plyvel.Error, OSError) as error:
+            raise StallscopeError(f"the LevelDB in {folder} cannot be opened: {_plain(error)}") from error
+
+    def records(self) -> Iterator[tuple[bytes, bytes]]:
+        try:
+            with self._db.iterator(verify_checksums=True, fill_cache=False) as iterator:
+                yield from iterator
+        except self._plyvel.Error as error:
+            raise StallscopeError(f"the LevelDB in {self._folder} cannot be read: {_plain(error)}") from error
 
     def _write(self, records: list[tuple[bytes, bytes]]) -> None:
         try:
-            with self._db.write_batch() as batch:
+            with self._db.write_batch(sync=True) as batch:
                 for key, value in records:
                     batch.put(key, value)
         except self._plyvel.Error as error:
@@ -181,7 +238,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     After an exception the temporary folder is removed and ``out`` is as before. After a SIGKILL the folder stays under
     its temporary, hidden name; the next conversion to the same target removes it.
     """
-    _sweep(out)
+    sweep(out)
     temporary = out.with_name(f".{out.name}.part-{_owner()}")
     try:
         temporary.mkdir()
@@ -189,15 +246,16 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise UsageError(f"nothing can be written in {out.parent.absolute()}: {error.strerror}") from error
     try:
         yield temporary
-        _publish(temporary, out)
+        publish(temporary, out)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _publish(temporary: Path, out: Path) -> None:
+def publish(temporary: Path, out: Path) -> None:
+    """Give a complete folder its name, in place of the database that may be there. Both are on the disk afterwards."""
     for folder in (temporary, *temporary.iterdir()):
-        _sync(folder)
+        sync(folder)
     if not out.exists():
         os.rename(temporary, out)
     else:
@@ -209,10 +267,10 @@ def _publish(temporary: Path, out: Path) -> None:
             os.rename(old, out)
             raise
         shutil.rmtree(old)
-    _sync(out.parent)
+    sync(out.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -224,7 +282,7 @@ def _owner() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def _sweep(out: Path) -> None:
+def sweep(out: Path) -> None:
     """Remove what conversions to the same target left behind when they were killed on this host."""
     ours = re.compile(re.escape(f".{out.name}.") + r"(part|old)-" + re.escape(socket.gethostname()) + r"-(\d+)")
     for path in list(out.parent.iterdir()):

@@ -1,0 +1,333 @@
+"""Turning inputs into databases: in order, by several threads, from where a killed run has come to."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from datasets import convert_stream, datum, decode, writer
+from datasets.convert_inputs import Converted, Inputs, Job
+from datasets.convert_stream import SampleStream, Unshuffled
+from datasets.convert_work import Work, working
+from datasets.manifest import Manifest, Tally, read_manifest, write_manifest
+from datasets.order import Order
+from profiler.errors import StallscopeError, UsageError
+
+DEFAULT_SEED = 1
+MOST_RECORDS = 10**8
+"""Keys begin with eight digits; with more records their byte order would not be their numeric order."""
+_LONGEST_KEY = 511  # LMDB's limit; held for LevelDB as well, so both can hold the same records
+_LISTED_SKIPS = 100
+
+Progress = Callable[[str, int, int | None], object]
+"""Called now and then with what is being done, the number of items done, and of all items if that is known."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to convert.
+
+    Attributes
+    ----------
+    out: the new database. label_out: a second one with the same keys, for inputs whose items have several labels.
+    shuffle_seed: seed of the order in which the items are stored; None keeps their own.
+    force: replace databases that are there already.
+    skip: leave out items that cannot be read, and list them in the manifest, instead of stopping at the first. Keys
+        are numbered by place, so a skipped item leaves a gap.
+    workers: threads that decode. Neither bytes nor order depend on it.
+    source, options: what the manifest says of the source; ``options`` also tell whether a killed run can go on.
+    """
+
+    out: Path
+    backend: str = "lmdb"
+    shuffle_seed: int | None = DEFAULT_SEED
+    force: bool = False
+    skip: bool = False
+    workers: int = 1
+    label_out: Path | None = None
+    source: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def outs(self) -> list[Path]:
+        return [self.out] if self.label_out is None else [self.out, self.label_out]
+
+    def told(self, fingerprint: str) -> dict[str, Any]:
+        """All that the bytes of the result depend on."""
+        libraries = {name: metadata.version(name) for name in ("numpy", "pillow", "simplejpeg", "pyarrow")}
+        options = {**self.options, "backend": self.backend, "shuffle": self.shuffle_seed}
+        options["pairs"] = self.label_out is not None
+        told = {"the input": fingerprint, "the options": options, "libraries": libraries}
+        return json.loads(json.dumps(told))  # as it will be read again
+
+
+def check_targets(plan: Plan) -> None:
+    """Raises :class:`UsageError` unless databases may be made where the plan says."""
+    if len({out.absolute() for out in plan.outs}) < len(plan.outs):
+        raise UsageError("images and labels cannot go into one database", found=plan.out)
+    if plan.label_out is not None and plan.label_out.absolute().parent != plan.out.absolute().parent:
+        raise UsageError(
+            "the database of labels must lie beside that of the images",
+            expected=f"a name in {plan.out.absolute().parent}",
+            found=plan.label_out,
+        )
+    for out in plan.outs:
+        writer.check_target(out, plan.force)
+
+
+def convert(
+    source: Inputs | SampleStream,
+    plan: Plan,
+    *,
+    progress: Progress = lambda what, done, total: None,
+    say: Callable[[str], object] = lambda text: None,
+) -> Manifest:
+    """Write a source to a new database with its manifest beside it.
+
+    The database appears under its name only when it is complete. A killed run is continued by the next one with the
+    same source and options, without a duplicate and without a gap.
+
+    Raises :class:`StallscopeError`: wrong target, unreadable item, full disk, or nothing left to store.
+    """
+    if not 1 <= plan.workers <= 256:
+        raise UsageError("the number of workers is out of range", expected="1 to 256", found=plan.workers)
+    told = plan.told(source.fingerprint())
+    for out in plan.outs:
+        if not out.parent.is_dir():
+            check_targets(plan)
+        writer.sweep(out)
+    with working(plan.outs) as work:
+        try:
+            if work.finished(told, plan.force):
+                say("the interrupted conversion was complete but for its name")
+                manifest = read_manifest(plan.out)
+                assert manifest is not None
+                return manifest
+            check_targets(plan)
+        except BaseException:
+            if not (work.folder / "state.json").exists():
+                work.remove()
+            raise
+        going_on = work.begin(told, say)
+        run = None
+        try:
+            inputs = _addressed(source, plan, work, progress)
+            with closing(inputs):
+                run = _Run(inputs, plan, work, told)
+                with closing(run):
+                    run.open(going_on, say)
+                    return run.write(progress)
+        except BaseException as error:
+            _leave(work, error, say, run is not None and run.committed > 0)
+            raise
+
+
+def _addressed(source: Inputs | SampleStream, plan: Plan, work: Work, progress: Progress) -> Inputs:
+    if isinstance(source, Inputs):
+        return source
+    if plan.shuffle_seed is None:
+        return Unshuffled(source)
+    return convert_stream.index(
+        source, work.samples, skip=plan.skip, progress=lambda done: progress("reading", done, source.count)
+    )
+
+
+class NothingStored(StallscopeError):
+    """Not one item of the input could be read."""
+
+
+def _leave(work: Work, error: BaseException, say: Callable[[str], object], committed: bool) -> None:
+    """Keep what a later run can go on from; otherwise nothing at all."""
+    if isinstance(error, NothingStored) or not (committed or (work.samples / "index").exists()):
+        work.remove()
+        return
+    told = f"what is done is kept in {work.folder}: the same command goes on from there"
+    if isinstance(error, StallscopeError):
+        error.hint = f"{error.hint}\n            ({told})" if error.hint else told
+    else:
+        say(told)
+
+
+class _Target:
+    """One database that is being written."""
+
+    def __init__(self, folder: Path, backend: str) -> None:
+        self.writer = writer.WRITERS[backend](folder)
+        self.tally = Tally()
+
+    def load(self) -> None:
+        """Add up what is there already. Raises :class:`StallscopeError` for what no conversion has written."""
+        for key, value in self.writer.records():
+            parsed = datum.parse(value, key)
+            told = decode.probe(parsed, key)
+            if not key[:8].isdigit():
+                raise StallscopeError(f"{key!r} is no key of a conversion")
+            shape = (told.channels, told.height, told.width)
+            self.tally.add(key, value, shape, parsed.label, parsed.encoded)
+
+    @property
+    def next_place(self) -> int:
+        return int(self.tally.last_key[:8]) + 1 if self.tally.records else 0
+
+    def put(self, key: bytes, value: bytes, shape: tuple[int, int, int], label: int | None, encoded: bool) -> None:
+        # Of two databases that were cut short, one may be ahead.
+        if key > self.tally.last_key:
+            self.writer.put(key, value)
+            self.tally.add(key, value, shape, label, encoded)
+
+
+class _Run:
+    def __init__(self, inputs: Inputs, plan: Plan, work: Work, told: dict[str, Any]) -> None:
+        self.inputs = inputs
+        self.plan = plan
+        self.work = work
+        self.told = told
+        self.reasons: list[str] = []
+        self.skips = 0
+        self.start = 0
+        self.targets: list[_Target] = []
+
+    def open(self, going_on: bool, say: Callable[[str], object]) -> None:
+        """Open the databases, and take over what an interrupted run has committed."""
+        try:
+            self._open()
+            for target in self.targets if going_on else ():
+                target.load()
+        except StallscopeError as error:
+            if not going_on:
+                raise
+            say(f"what an interrupted conversion left is damaged ({error.what}): starting over")
+            self.close()
+            self.work.restart(self.told, keep_samples=True)
+            self._open()
+        self.start = min(target.next_place for target in self.targets)
+        for reason in self.work.skipped(self.start):
+            self._note(reason)
+        if self.start:
+            records = min(target.tally.records for target in self.targets)
+            say(f"going on after the {records} records of an interrupted conversion")
+
+    def _open(self) -> None:
+        self.targets = []
+        for number in range(len(self.plan.outs)):
+            self.targets.append(_Target(self.work.database(number), self.plan.backend))
+
+    def close(self) -> None:
+        """Give the handles back. What is not committed is lost, unless all is complete."""
+        for target in self.targets:
+            target.writer.abandon()
+
+    @property
+    def committed(self) -> int:
+        """Records on the disk in all databases, those of an earlier run included."""
+        return self.start + sum(target.writer.committed for target in self.targets)
+
+    def _note(self, reason: str) -> None:
+        self.skips += 1
+        if len(self.reasons) < _LISTED_SKIPS:
+            self.reasons.append(reason)
+
+    def write(self, progress: Progress) -> Manifest:
+        count = len(self.inputs)
+        expected = self.inputs.expected_bytes()
+        if expected is not None and not self.start:
+            writer.check_free(self.work.folder, expected, f"the {count} records of this input")
+        order = Order(max(count, 1), self.plan.shuffle_seed or 0, "none" if self.plan.shuffle_seed is None else "full")
+        what = f"writing {self.plan.out.name}"
+        done = self.start
+        progress(what, done, count or None)
+        workers = self.plan.workers if self.inputs.parallel else 1
+        for job, made in outcomes(self.inputs.jobs(order, self.start), workers):
+            self._store(job, made)
+            done = job.place + 1
+            if done % 100 == 0:
+                progress(what, done, count or None)
+        progress(what, done, count or done)
+        return self._complete()
+
+    def _store(self, job: Job, made: Converted | StallscopeError) -> None:
+        try:
+            if job.place >= MOST_RECORDS:
+                raise UsageError("too many records for one database", expected=f"at most {MOST_RECORDS}")
+            if isinstance(made, StallscopeError):
+                raise made
+            key = f"{job.place:08d}{job.suffix}".encode("utf-8", "surrogateescape")
+            if len(key) > _LONGEST_KEY:
+                raise UsageError(
+                    f"the path {job.suffix[1:]} is too long for a key",
+                    expected=f"at most {_LONGEST_KEY} bytes",
+                    found=len(key),
+                )
+        except StallscopeError as error:
+            if not self.plan.skip:
+                raise
+            reason = str(error).splitlines()[0]
+            self._note(reason)
+            self.work.skip(job.place, reason)
+            return
+        self.targets[0].put(key, made.value, made.shape, made.label, made.encoded)
+        if made.labels is not None:
+            labels = datum.serialize(channels=len(made.labels), height=1, width=1, float_data=made.labels)
+            self.targets[1].put(key, labels, (len(made.labels), 1, 1), None, False)
+
+    def _complete(self) -> Manifest:
+        left_out = self.inputs.left_out
+        if self.targets[0].tally.records == 0:
+            found = [*self.reasons, *left_out, "no items"][0]
+            raise NothingStored("not one item could be read; no database was made", found=found)
+        manifests = []
+        for number, target in enumerate(self.targets):
+            target.writer.close()
+            manifest = target.tally.manifest(
+                backend=self.plan.backend,
+                classes=self.inputs.classes if number == 0 else None,
+                source=self.plan.source,
+                options=self.plan.options,
+                shuffle_seed=self.plan.shuffle_seed,
+                skipped=[*self.reasons, *left_out][:_LISTED_SKIPS],
+                skipped_count=self.skips + len(left_out),
+            )
+            write_manifest(self.work.database(number), manifest, target.tally.crcs)
+            manifests.append(manifest)
+        self.work.complete()
+        self.work.publish()
+        return manifests[0]
+
+
+def outcomes(jobs: Iterator[Job], workers: int) -> Iterator[tuple[Job, Converted | StallscopeError]]:
+    """Each job with what it made, or the error that kept it from it; in the order of the jobs, whoever is first.
+
+    Threads are enough: decoders, the resizing kernel and compression run without the interpreter's lock. No more than
+    four jobs a thread are under way, so memory does not grow with the input.
+    """
+    if workers == 1:
+        for job in jobs:
+            yield job, _attempt(job)
+        return
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="convert")
+    try:
+        under_way: deque[tuple[Job, Future[Converted | StallscopeError]]] = deque()
+        for job in jobs:
+            under_way.append((job, pool.submit(_attempt, job)))
+            if len(under_way) >= 4 * workers:
+                first, future = under_way.popleft()
+                yield first, future.result()
+        while under_way:
+            first, future = under_way.popleft()
+            yield first, future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _attempt(job: Job) -> Converted | StallscopeError:
+    try:
+        return job.make()
+    except StallscopeError as error:
+        return error
