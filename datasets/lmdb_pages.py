@@ -52,6 +52,18 @@ class _Meta:
     main: _Tree
 
 
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A page of records. low, high: its keys should lie in low <= key < high. doubt: why they may be another page's."""
+
+    number: int
+    page: bytes
+    places: list[int]
+    low: bytes
+    high: bytes | None
+    doubt: str
+
+
 class LmdbReader(RawReader):
     """Reads the records of an LMDB page by page; see the module's text. The file is open only inside :meth:`scan`."""
 
@@ -99,6 +111,29 @@ class LmdbReader(RawReader):
                     hint="let the writer finish, then start again",
                 )
 
+    @property
+    def transaction(self) -> int:
+        """Number of the last transaction that was committed when this reader was made."""
+        return self._meta.transaction
+
+    def first_damage(self) -> tuple[Lost, int] | None:
+        """The first page that LMDB would stumble over, or die on, when it goes through the keys; None if there is none.
+
+        Beside it, the number of records before it. Values are not read.
+        """
+        with self._opened():
+            self._seen = set()
+            self._cut = False
+            records = 0
+            last: _Leaf | None = None
+            for item in self._leaves(self._tree):
+                if isinstance(item, Lost):
+                    after = _key(last.page, last.places[-1]) if last and last.places else None
+                    return Lost(item.place, item.reason, None, after), records
+                records += len(item.places)
+                last = item
+        return None
+
     # ------------------------------------------------------------------------------------------------------------
 
     def _opened(self) -> _File:
@@ -136,29 +171,35 @@ class LmdbReader(RawReader):
         )
 
     def _walk(self, tree: _Tree, databases: bool = False) -> Iterator[Stored | Lost]:
-        """Depth first. ``databases`` gives the named databases and not the records."""
+        """``databases`` gives the named databases and not the records."""
+        for item in self._leaves(tree):
+            if isinstance(item, Lost):
+                yield item
+            else:
+                yield from self._leaf(item, databases)
+
+    def _leaves(self, tree: _Tree) -> Iterator[_Leaf | Lost]:
+        """The pages that hold records, in key order, and those above and among them that are damaged."""
         if tree.root == _NO_PAGE:
             return
         stack: list[tuple[int, bytes, bytes | None]] = [(tree.root, b"", None)]
         while stack:
             number, low, high = stack.pop()
             page, problem = self._page(number)
-            if page is None:
-                if problem:
-                    yield Lost(f"page {number}", problem)
-                continue
             if problem:
                 yield Lost(f"page {number}", problem)
-            nodes = _nodes(page)
-            if nodes.broken:
-                yield Lost(f"page {number}", nodes.broken)
+            if page is None:
+                continue
+            places, broken = _nodes(page)
+            if broken:
+                yield Lost(f"page {number}", broken)
             if page[10] & _BRANCH:
-                children, problem = _children(page, nodes.places, low, high)
-                if problem:
-                    yield Lost(f"page {number}", problem)
+                children, disorder = _children(page, places, low, high)
+                if disorder:
+                    yield Lost(f"page {number}", disorder)
                 stack += reversed(children)
             else:
-                yield from self._leaf(number, page, nodes.places, low, high, problem, databases)
+                yield _Leaf(number, page, places, low, high, f"page {number} {problem}" if problem else "")
 
     def _page(self, number: int) -> tuple[bytes | None, str]:
         """The page, if its records can be found, and what is wrong with it."""
@@ -182,13 +223,11 @@ class LmdbReader(RawReader):
             return page, f"has a damaged header: it says that it is page {own}"
         return page, ""
 
-    def _leaf(
-        self, number: int, page: bytes, places: list[int], low: bytes, high: bytes | None, doubt: str, databases: bool
-    ) -> Iterator[Stored | Lost]:
-        keys = [_key(page, place) for place in places]
+    def _leaf(self, leaf: _Leaf, databases: bool) -> Iterator[Stored | Lost]:
+        number, page, low, high = leaf.number, leaf.page, leaf.low, leaf.high
+        keys = [_key(page, place) for place in leaf.places]
         kept = _ascending([key if low <= key and (high is None or key < high) else None for key in keys])
-        doubt = f"page {number} {doubt}" if doubt else ""
-        for index, (place, key) in enumerate(zip(places, keys, strict=True)):
+        for index, (place, key) in enumerate(zip(leaf.places, keys, strict=True)):
             flags = int.from_bytes(page[place + 4 : place + 6], "little")
             if bool(flags & _SUBDATA) != databases:
                 if not databases:
@@ -201,7 +240,7 @@ class LmdbReader(RawReader):
             if problem:
                 yield Lost(f"page {number}", problem)
             order = "" if kept[index] else "its key is not in order: bytes of it, or of the page above it, were changed"
-            yield Stored(key, value, order or doubt or questionable)
+            yield Stored(key, value, order or leaf.doubt or questionable)
 
     def _value(self, page: bytes, place: int, key_size: int, flags: int) -> tuple[bytes | None, str, str]:
         """The value of a node, what is wrong with it, and why it may be another's."""
@@ -264,20 +303,14 @@ class _File:
         self._opened.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Nodes:
-    places: list[int]
-    broken: str
-
-
-def _nodes(page: bytes) -> _Nodes:
-    """Where the nodes of a page begin; those that cannot lie on it are left out."""
+def _nodes(page: bytes) -> tuple[list[int], str]:
+    """Where the nodes of a page begin, without those that cannot lie on it, and what is wrong with these."""
     lower, upper = struct.unpack_from("<HH", page, 12)
     offsets = struct.unpack_from(f"<{(lower - _HEADER) // 2}H", page, _HEADER)
     size = len(page)
     good = [at for at in offsets if upper <= at <= size - 8 and at + 8 + (page[at + 6] | page[at + 7] << 8) <= size]
     bad = len(offsets) - len(good)
-    return _Nodes(good, f"{bad} of its {len(offsets)} nodes cannot lie on it" if bad else "")
+    return good, f"{bad} of its {len(offsets)} nodes cannot lie on it" if bad else ""
 
 
 def _key(page: bytes, place: int) -> bytes:

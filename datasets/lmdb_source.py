@@ -230,6 +230,7 @@ class LmdbSource(Source):
                 return dense
 
         def scan() -> key_index.KeyIndex:
+            self._check_pages(transaction)
             cursor.first()
             return key_index.build(cursor.iternext(keys=True, values=False), _STRIDE)
 
@@ -246,6 +247,24 @@ class LmdbSource(Source):
             "mtime_ns": status.st_mtime_ns,
         }
         return key_cache.kept(f"lmdb {state['path']} {self.db}", state, scan)
+
+    def _check_pages(self, transaction: int) -> None:
+        """Refuse damaged pages by plain reads: LMDB's cursor ends the process where a page is no leaf."""
+        from datasets.lmdb_pages import LmdbReader
+
+        reader = LmdbReader(self.path, self.db)
+        damage = reader.first_damage() if reader.transaction == transaction else None
+        if damage is None:
+            return
+        lost, records = damage
+        after = "" if lost.after is None else f", the last with the key {show_key(lost.after)}"
+        raise DatasetCorrupt(
+            f"{self.name} is damaged: {lost.place} {lost.reason}",
+            expected=f"{reader.expected} records",
+            found=f"{records} records before the damage{after}",
+            hint=f"copy it again from where it was made; python -m datasets.verify {self.path} lists what is damaged, "
+            "and with --salvage OUT saves what is sound",
+        )
 
     def _at(self, index: int) -> tuple[bytes, bytes]:
         """Key and value of a record that exists."""

@@ -228,9 +228,11 @@ def _look(item: Stored | Lost) -> Seen | Lost:
         seen = decode.probe(parsed, _HERE)
         if not seen.flagged:
             parsed = replace(parsed, encoded=True)
-        # Colour modes that need a decision are no damage: decoded with one, and counted.
-        odd = seen.mode not in ("", "L", "RGB")
-        channels, height, width = decode.to_image(parsed, _HERE, "color" if odd else None).shape
+        channels, height, width = seen.channels, seen.height, seen.width
+        if seen.mode:  # an image file: only decoding it shows that it is whole
+            # Colour modes that need a decision are no damage: decoded with one, and counted.
+            odd = seen.mode not in ("L", "RGB")
+            channels, height, width = decode.to_image(parsed, _HERE, "color" if odd else None).shape
     except DatumError as error:
         return Seen(item, crc, _brief(error))
     return Seen(item, crc, "", (channels, height, width), parsed.label, parsed.encoded, seen.mode, seen.flagged)
