@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import io
+import json
 import resource
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -11,10 +13,12 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
-from datasets import datum, decode
+from datasets import contact_sheet, datum, decode, inspect, survey
 from datasets.datum import Datum, DatumError
 from datasets.image_file import MAX_PIXELS
+from datasets.source import Record, Source
 from tests.datasets.golden import in_child
 from tests.fuzz import bombs, seeds, target
 
@@ -72,6 +76,44 @@ def test_mutated_records_and_files_keep_the_rules(data: bytes) -> None:
 @example(b"P5\n", b"9999999999999 99999999999 255\n")
 def test_arbitrary_bytes_keep_the_rules(head: bytes, body: bytes) -> None:
     target.one_input(head + body)
+
+
+class Held(Source):
+    """Records in a list, under keys of any bytes."""
+
+    backend, path = "memory", "memory:held"
+
+    def __init__(self, values: list[bytes], keys: list[bytes]) -> None:
+        self.values, self.keys = values, sorted(keys)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def key(self, index: int) -> bytes:
+        return self.keys[index]
+
+    def read(self, index: int) -> Record:
+        return Record(index, self.keys[index], self.values[index], self.name)
+
+    def identity(self) -> dict[str, object]:
+        return {"records": len(self)}
+
+    def close(self) -> None:
+        pass
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(mutated(), min_size=1, max_size=8), st.data())
+def test_a_set_of_mutated_records_can_be_inspected_and_shown(values: list[bytes], data: st.DataObject) -> None:
+    keys = data.draw(st.lists(st.binary(max_size=30), min_size=len(values), max_size=len(values), unique=True))
+    source = Held(values, keys)
+    found = survey.survey(source, max_pixels=target.MAX_PIXELS)
+    document = inspect.describe(source, found, target.MAX_PIXELS)
+    json.dumps(document, allow_nan=False)
+    assert found.bad_records + sum(found.shapes.values()) == len(values)
+    page = contact_sheet.page(source, found, document, target.MAX_PIXELS)
+    assert "<script" not in page
+    inspect.render(document, Console(file=io.StringIO()))
 
 
 # bounds ---------------------------------------------------------------------------------------------------------------
@@ -147,7 +189,6 @@ def test_the_bombs_are_real(files: dict[str, bytes]) -> None:
     for name in ("png", "gif", "tiff-deflate", "webp", "jpeg"):
 
         def look(data: bytes = files[name]) -> None:
-            import io
             import warnings
 
             warnings.simplefilter("ignore")
