@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -125,6 +126,7 @@ class Feed:
             self._identity, name = source.identity(), source.name
         finally:
             source.close()
+        self.spec = replace(self.spec, identity=self._identity)  # whoever else opens it must find the same
         self._stream = stream_of(self.spec, self.probe.records)
         self._next_step = self.spec.start_step
         self._engine: Engine | None = None

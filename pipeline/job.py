@@ -232,7 +232,8 @@ class Job:
             if self.config.source(phase).source is None:
                 continue
             with open_data(feed_spec(self.config, phase)) as source:
-                told = "" if self.config.source(phase).backend else " (no backend named: told by what lies there)"
+                sniffed = not self.config.source(phase).backend and source.backend != "memory"
+                told = " (no backend named: told by what lies there)" if sniffed else ""
                 self.display.say(f"data.{phase.lower()}: {source.name}, {len(source):,} records{told}")
                 self.identities[phase.lower()] = runfolder.data_identity(source)
         self.stream = runfolder.stream(self.config, self.identities["train"])
