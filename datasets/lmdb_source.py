@@ -160,7 +160,6 @@ class LmdbSource(Source):
 
     def _open(self) -> None:
         opened = lmdb_env.acquire(self.path, self.name, self.readahead)
-        handle, records = None, 0
         try:
             needed = lmdb_env.needed_bytes(opened, self.path, self.db, self.name)
             handle = self._open_db(opened.env)
@@ -177,10 +176,8 @@ class LmdbSource(Source):
             if self._index is None:
                 self._index = self._make_index(opened, version[0], cursor, records)
         except lmdb.Error as error:
-            beyond = f" beyond {_reach(opened.env, handle, records)}" if records else ""
-            failure = self._corrupt(f"cannot be read{beyond}", error)
             lmdb_env.release(self.path, opened)
-            raise failure from error
+            raise self._corrupt("cannot be read", error) from error
         except BaseException:
             lmdb_env.release(self.path, opened)
             raise
@@ -320,18 +317,6 @@ class LmdbSource(Source):
             hint="copy it again from where it was made, and compare checksums; "
             f"python -m datasets.verify {self.path} lists what is damaged and saves what is sound",
         )
-
-
-def _reach(env: lmdb.Environment, handle: Any, records: int) -> str:
-    """How far a damaged database can be read in order."""
-    count, last = 0, b""
-    try:
-        with env.begin(db=handle) as txn:
-            for key in txn.cursor().iternext(values=False):
-                count, last = count + 1, key
-    except lmdb.Error:
-        pass  # the end of what can be read
-    return f"record {count} of {records}" + (f", key {show_key(last)}" if count else "")
 
 
 def _listed(names: list[bytes]) -> str:

@@ -424,7 +424,7 @@ def test_damage_that_the_scan_meets_is_told_with_the_last_good_key(scribbled):
         with pytest.raises(DatasetCorrupt) as caught:
             open_source(scribbled)
         text = str(caught.value)
-        count, key = re.search(r"beyond record (\d+) of 2000, key '(\d+)'", text).groups()
+        count, key = re.search(r"(\d+) records before the damage, the last with the key '(\d+)'", text).groups()
         assert int(count) == int(key) + 1 > 500
         assert str(scribbled) in text
         assert "datasets.verify" in text
