@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -67,8 +67,7 @@ class PairedSource(Source):
         return PairedRecord(record.index, record.key, record.value, record.source, label.value, label.source)
 
     def _first_difference(self) -> PairMismatch:
-        ours, theirs = ((part.key(i) for i in range(len(part))) for part in (self.source, self.labels))
-        for index, (mine, other) in enumerate(zip_longest(ours, theirs)):
+        for index, (mine, other) in enumerate(zip_longest(_keys(self.source), _keys(self.labels))):
             if mine != other:
                 return self._mismatch(index, mine, other)
         raise AssertionError("the keys are the same")
@@ -82,3 +81,7 @@ class PairedSource(Source):
             found=f"{shown[1]} ({len(self.labels)} records)",
             hint="both need the same keys: convert them from one list",
         )
+
+
+def _keys(source: Source) -> Iterator[bytes]:
+    return (source.key(index) for index in range(len(source)))

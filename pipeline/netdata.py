@@ -43,7 +43,7 @@ def complete(document: dict[str, Any], base: Path) -> Config:
         _fill(section, shared, phase, layer, document.get("net"), base, notes)
     _check_data(document, data, solver)
     config = validate(document)
-    return config.with_notes(*notes)
+    return config.with_notes(*dict.fromkeys(notes))  # one layer may serve both phases
 
 
 def existing(key: str, path: str, base: Path) -> str:
