@@ -14,6 +14,7 @@ import pytest
 DB = Path(__file__).resolve().parents[1] / "data" / "db"
 LMDBS = ["mnist_test_lmdb", "crops24_encoded_native_lmdb", "crops96_raw_40x48_lmdb", "lenet_ip2_float_lmdb"]
 LEVELDBS = ["mnist_test_leveldb", "crops96_raw_40x48_leveldb", "crops24_gray_jpg_72_leveldb"]
+ALL = sorted(place.name for place in DB.iterdir() if (place / "data.mdb").exists() or (place / "CURRENT").exists())
 UNPRIVILEGED = 65534
 
 
@@ -22,9 +23,14 @@ def manifest():
     return json.loads((DB / "db_manifest.json").read_text())
 
 
+def described(name):
+    """What Caffe's side says of a database; one that was opened again holds what it held before."""
+    return manifest()[name.removesuffix("_reopened")]
+
+
 def records(name):
     """Position and fields of golden records: all of them, or the first 50 and the last 50 of a large database."""
-    entry = manifest()[name]
+    entry = described(name)
     listed = [dict(zip(entry["fields"], record, strict=True)) for record in entry["records"]]
     left_out = entry["n"] - len(listed)
     return {index if index < 50 or not left_out else index + left_out: record for index, record in enumerate(listed)}
