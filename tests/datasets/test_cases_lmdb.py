@@ -227,6 +227,31 @@ def test_a_read_only_folder_with_a_lock_file_of_somebody_else():
         assert golden.snapshot(folder) == before
 
 
+MOUNTED = """
+import os, sys, warnings
+from datasets import open_source
+assert os.statvfs(sys.argv[1]).f_flag & os.ST_RDONLY
+warnings.simplefilter("error")
+with open_source(sys.argv[1]) as source:
+    print(len(source.read_many(range(len(source)))))
+"""
+
+
+@pytest.mark.parametrize("name", ["lenet_ip2_float_lmdb", "crops24_gray_jpg_72_leveldb"])
+def test_a_mount_that_may_only_be_read(tmp_path, name):
+    folder = golden.copy(name, tmp_path)
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("may not mount here")
+    script = (
+        f'mount --bind {folder} {folder} && mount -o remount,bind,ro {folder} && exec {sys.executable} -c "$0" {folder}'
+    )
+    environment = os.environ | {"PYTHONPATH": str(golden.DB.parents[2])}
+    done = subprocess.run(
+        ["unshare", "-m", "bash", "-c", script, MOUNTED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"{golden.described(name)['n']}\n"), done.stderr
+
+
 WRITER = """
 import lmdb, sys
 env = lmdb.open(sys.argv[1], map_size=256 << 20, subdir=sys.argv[2] == "folder")

@@ -1,17 +1,14 @@
 """What a prototxt says of the backend, and what lies in the folder: Caffe's default is LEVELDB, and must not decide."""
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from datasets.errors import DatasetChanged, WrongBackend
+from datasets.errors import WrongBackend
 from pipeline.feed import Feed
 from pipeline.run import run
 from pipeline.settings import load
-from pipeline.spec import FeedSpec
-from pipeline.worker import open_data
 
 DB = Path(__file__).resolve().parents[1] / "data" / "db"
 LAYER = """
@@ -73,39 +70,6 @@ def test_the_right_backend_is_no_news(job, tmp_path, capsys):
     assert run(job("crops96_raw_40x48_lmdb", "backend: LMDB")) == 0
     said = capsys.readouterr().out
     assert f"data.train: LMDB {tmp_path}/db, 96 records\n" in said
-
-
-# the same data set for every process of a feed, and how it is read ----------------------------------------------------
-
-
-def rewrite(folder):
-    import lmdb
-
-    with lmdb.open(str(folder), map_size=64 << 20, lock=False) as env, env.begin(write=True) as txn:
-        key, value = next(iter(txn.cursor()))
-        txn.put(bytes(key), bytes(value))
-
-
-def test_a_worker_that_starts_after_a_commit_refuses_the_data_set(tmp_path):
-    shutil.copytree(DB / "crops96_raw_40x48_lmdb", tmp_path / "db")
-    with Feed(FeedSpec(source=str(tmp_path / "db"), batch=8)) as feed:
-        next(feed).release()
-        spec = feed.spec
-    with open_data(spec) as source:
-        assert len(source) == 96
-    rewrite(tmp_path / "db")
-    with pytest.raises(DatasetChanged, match="written to while this job was using it"):
-        open_data(spec)
-
-
-def test_the_same_data_set_under_another_path_is_accepted(tmp_path, monkeypatch):
-    shutil.copytree(DB / "crops96_raw_40x48_lmdb", tmp_path / "db")
-    with Feed(FeedSpec(source=str(tmp_path / "db"), batch=8)) as feed:
-        spec = feed.spec
-    os.rename(tmp_path / "db", tmp_path / "moved")
-    (tmp_path / "db").symlink_to("moved")
-    with open_data(spec) as source:
-        assert len(source) == 96
 
 
 @pytest.mark.parametrize(
