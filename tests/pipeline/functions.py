@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from typing import Any
@@ -61,3 +62,30 @@ def hold_lock(address: RingAddress) -> None:
     with ring.lock:
         time.sleep(600)
         os._exit(3)
+
+
+_calls = 0
+
+
+def slow_at_first(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    """The first record of the first batch takes a second. (Before it the feed looks at one record.)"""
+    global _calls
+    _calls += 1
+    if _calls == 2:
+        time.sleep(1.0)
+    return image, label
+
+
+def exits(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    """Ends the worker; the consumer, which looks at the first record too, lives."""
+    if multiprocessing.parent_process() is not None:
+        os._exit(3)
+    return image, label
+
+
+def burns_5_ms(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    """Pure Python, 5 ms of this process's CPU time: sleeping would prove nothing about the interpreter's lock."""
+    until = time.process_time() + 0.005
+    while time.process_time() < until:
+        sum(range(500))
+    return image, label

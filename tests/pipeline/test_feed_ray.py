@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from datasets.errors import DatasetChanged, DatasetTruncated
 from pipeline import ray_runtime
 from pipeline.crew import FeedError
 from pipeline.feed import Feed
@@ -23,6 +24,7 @@ from profiler import store
 from profiler.events import Kind, Stage
 from profiler.recorder import Recorder
 from tests.pipeline import golden
+from tests.pipeline.build import commit, picture, raw, write_lmdb
 
 pytestmark = pytest.mark.ray
 
@@ -232,3 +234,47 @@ def test_a_feed_of_its_own_ray_is_quiet_and_leaves_no_process_behind(tmp_path: P
     until(lambda: not any(process.alive for process in processes))
     for process in processes:
         process.close()
+
+
+def database(folder: Path) -> str:
+    return write_lmdb(folder, [raw(picture(i, (1, 8, 8)), i % 10) for i in range(64)])
+
+
+def test_a_commit_during_a_run_is_an_error_of_the_feed_within_seconds(tmp_path: Path) -> None:
+    path = database(tmp_path / "db")
+    with Feed.from_spec(FeedSpec(path, 4, engine="ray", workers=2, depth=2)) as feed:
+        next(feed)
+        commit(path)
+        began = time.monotonic()
+        with pytest.raises(DatasetChanged, match="written to while it was in use") as caught:
+            list(feed)
+        assert time.monotonic() - began < 60
+        assert feed.stats()["restarts"] == 0
+    assert path in str(caught.value)
+
+
+def test_a_cut_during_a_run_is_an_error_and_no_dead_worker(tmp_path: Path) -> None:
+    path = database(tmp_path / "db")
+    with Feed.from_spec(FeedSpec(path, 4, engine="ray", workers=2, depth=2)) as feed:
+        next(feed)
+        os.truncate(f"{path}/data.mdb", 8192)
+        with pytest.raises(DatasetTruncated, match="became shorter while it was being read") as caught:
+            list(feed)
+        assert feed.stats()["restarts"] == 0
+    assert path in str(caught.value)
+
+
+def test_a_sigbus_is_told_apart_from_running_out_of_memory(tmp_path: Path) -> None:
+    """Should the kernel be faster than our look at the file's size."""
+    spec = replace(SPEC, max_restarts=0, workers=1, recorder_folder=str(tmp_path), detail="full", stop_step=None)
+    with Recorder.open(tmp_path, "trainer", "trainer") as recorder, Feed.from_spec(spec, recorder) as feed:
+        next(feed)
+        os.kill(feed.stats()["workers"][0], signal.SIGBUS)
+        with pytest.raises(FeedError, match="was lost") as caught:
+            list(feed)
+    (note,) = (note for note in store.load_run(tmp_path).notes if note["note"] == "worker_lost")
+    if note["exit"] == "SIGBUS":  # known from Linux 6.15 on
+        assert note["meaning"] == "a mapped file shrank or is truncated"
+        assert "SIGBUS (a mapped file shrank or is truncated)" in str(caught.value)
+        assert "verify" in str(caught.value)
+    assert "OOM" not in str(caught.value)
