@@ -15,7 +15,7 @@ from typing import Any
 
 from datasets import convert_arrays, convert_files, writer
 from datasets.convert_inputs import ImageOptions, Inputs
-from datasets.convert_run import DEFAULT_SEED, Plan, check_targets, convert
+from datasets.convert_run import DEFAULT_SEED, Plan, check_names, check_targets, convert
 from datasets.convert_stream import SampleStream
 from datasets.convert_work import folder_of
 from datasets.manifest import Manifest
@@ -28,27 +28,27 @@ _ABOUT = {
     "images": (
         "a folder with one folder of images for each class",
         "SRC is a folder with one folder for each class, and images (also in folders) in these. Labels number the "
-        "classes from 0 in the order of their names. Keys: %%08d_class/file, as convert_imageset writes them.",
+        "classes from 0 in the order of their names. Keys: %08d_class/file, as convert_imageset writes them.",
     ),
     "list": (
         "a text file with a path and a label on each line",
         "SRC is a list as Caffe's convert_imageset takes it: a path, a space and a whole number on each line. All "
-        "lines are checked before anything is written. Keys: %%08d_path, as convert_imageset writes them.",
+        "lines are checked before anything is written. Keys: %08d_path, as convert_imageset writes them.",
     ),
     "idx": (
         "the IDX files of MNIST, gzip or not",
-        "SRC is a file of images in MNIST's IDX format, compressed by gzip or not. Keys: %%08d, as "
+        "SRC is a file of images in MNIST's IDX format, compressed by gzip or not. Keys: %08d, as "
         "convert_mnist_data writes them.",
     ),
     "npz": (
         "a NumPy archive with arrays 'images' and 'labels'",
         "SRC is a .npz file with the arrays 'images' (uint8, [N, H, W], [N, C, H, W] or [N, H, W, C]) and 'labels' "
-        "(whole numbers, [N]). Keys: %%08d.",
+        "(whole numbers, [N]). Keys: %08d.",
     ),
     "parquet": (
         "Parquet with a column of images and one of labels",
         "SRC are Parquet files, folders of them, globs, or patterns like 'train-{00000..00003}.parquet'. Images are "
-        "bytes, Hugging Face's struct of bytes and path, or paths as text. Keys: %%08d, and _path where there is "
+        "bytes, Hugging Face's struct of bytes and path, or paths as text. Keys: %08d, and _path where there is "
         "one. Shuffling keeps a copy of the images beside OUT for as long as it takes.",
     ),
     "tar": (
@@ -56,9 +56,15 @@ _ABOUT = {
         "SRC are .tar or .tar.gz files, folders of them, globs, or patterns like 'shard-{000..127}.tar'. Files of one "
         "name that follow one another are a sample: an image, and its label as a whole number in .cls or in .json. "
         "Links and paths that lead out of the archive are ignored and told. Nothing is unpacked; shuffling compressed "
-        "archives keeps a copy of the images in one file beside OUT for as long as it takes. Keys: %%08d_name.",
+        "archives keeps a copy of the images in one file beside OUT for as long as it takes. Keys: %08d_name.",
     ),
 }
+
+_MODES = (
+    "Images become three channels in the order blue, green, red, or one with --gray: palettes are looked up, "
+    "transparency is dropped, CMYK is converted, 16-bit images are refused, an orientation noted in EXIF is not "
+    "applied. --encoded alone keeps files unchanged, and so takes only plain gray and RGB ones."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         source=" ".join(arguments.sources),
         options=_recorded(arguments),
     )
+    check_names(plan)
     if not folder_of(plan.out).exists():
         check_targets(plan)  # before a large source is read
     inputs = _open(arguments, plan)
@@ -184,12 +191,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=Parser)
     for kind, (short, long) in _ABOUT.items():
-        sub = kinds.add_parser(kind, help=short, description=long)
+        images = kind not in ("idx", "npz")
+        sub = kinds.add_parser(kind, help=short, description=long, epilog=_MODES if images else None)
         several = kind in ("parquet", "tar")
         sub.add_argument("sources", metavar="SRC", nargs="+" if several else 1, help=short)
         sub.add_argument("out", metavar="OUT", help="folder of the new database; its manifest goes beside it")
         _add_common(sub)
-        if kind not in ("idx", "npz"):
+        if images:
             _add_image_options(sub)
         _ADD.get(kind, lambda sub: None)(sub)
     return parser
@@ -218,8 +226,7 @@ def _add_image_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--gray",
         action="store_true",
-        help="one channel instead of three. Palettes are looked up, transparency is dropped, CMYK is converted, "
-        "16-bit images are refused",
+        help="one channel instead of three",
     )
     sub.add_argument(
         "--encoded",

@@ -107,6 +107,8 @@ def open_npz(file: Path, layout: str | None, channel_order: str) -> Arrays:
     layout: ``nchw`` or ``nhwc``; needed where the shape leaves it open. channel_order: ``rgb`` is turned into ``bgr``.
     """
     try:
+        if not zipfile.is_zipfile(file) and file.is_file():
+            raise InputError(f"{file} is not a .npz file, or it is cut", hint="numpy.savez writes such files")
         with np.load(file, allow_pickle=False) as archive:
             missing = {"images", "labels"} - set(archive.files)
             if missing:

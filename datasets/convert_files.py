@@ -209,6 +209,8 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
         # Names are bytes to the file system: what is no UTF-8 goes through unchanged.
         with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as text:
             for number, line in enumerate(text, 1):
+                if "\0" in line:
+                    raise InputError(f"the list {file} is no text: line {number} holds a zero byte")
                 if line.strip():
                     yield number, line.strip()
     except OSError as error:
@@ -286,8 +288,6 @@ def _status(path: Path) -> os.stat_result:
     """Raises ValueError, with the reason, for what is no readable file of a reasonable size."""
     try:
         status = path.stat()
-    except ValueError:
-        raise ValueError(f"the path holds a zero byte: {_shown(str(path))}") from None
     except OSError as error:
         if re.search(r"[ \t][+-]?[0-9.]+$", str(path)):
             raise ValueError(

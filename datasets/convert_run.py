@@ -68,8 +68,11 @@ class Plan:
         return json.loads(json.dumps(told))  # as it will be read again
 
 
-def check_targets(plan: Plan) -> None:
-    """Raises :class:`UsageError` unless databases may be made where the plan says."""
+def check_names(plan: Plan) -> None:
+    """Raises :class:`UsageError` for targets that cannot be, whatever is there."""
+    for out in plan.outs:
+        if not out.name or out.name == "..":
+            raise UsageError(f"'{out}' is no name for a new database", expected="a folder that does not exist yet")
     if len({out.absolute() for out in plan.outs}) < len(plan.outs):
         raise UsageError("images and labels cannot go into one database", found=plan.out)
     if plan.label_out is not None and plan.label_out.absolute().parent != plan.out.absolute().parent:
@@ -78,6 +81,13 @@ def check_targets(plan: Plan) -> None:
             expected=f"a name in {plan.out.absolute().parent}",
             found=plan.label_out,
         )
+    for out in plan.outs:
+        writer.check_parent(out)
+
+
+def check_targets(plan: Plan) -> None:
+    """Raises :class:`UsageError` unless databases may be made where the plan says."""
+    check_names(plan)
     for out in plan.outs:
         writer.check_target(out, plan.force)
 
@@ -99,9 +109,8 @@ def convert(
     if not 1 <= plan.workers <= 256:
         raise UsageError("the number of workers is out of range", expected="1 to 256", found=plan.workers)
     told = plan.told(source.fingerprint())
+    check_names(plan)
     for out in plan.outs:
-        if not out.parent.is_dir():
-            check_targets(plan)
         writer.sweep(out)
     with working(plan.outs) as work:
         try:

@@ -207,13 +207,18 @@ def _plain(error: Exception) -> str:
 WRITERS: dict[str, type[LmdbWriter] | type[LevelDbWriter]] = {"lmdb": LmdbWriter, "leveldb": LevelDbWriter}
 
 
+def check_parent(out: Path) -> None:
+    """Raise :class:`UsageError` unless there is a folder for ``out`` to be made in."""
+    if not out.parent.is_dir():
+        raise UsageError(f"the folder {out.parent} does not exist", hint=f"mkdir -p {out.parent}")
+
+
 def check_target(out: Path, force: bool) -> None:
     """Raise :class:`UsageError` unless a database may be made at ``out``.
 
     ``force`` allows to replace a database, but never a folder that holds anything else.
     """
-    if not out.parent.is_dir():
-        raise UsageError(f"the folder {out.parent} does not exist", hint=f"mkdir -p {out.parent}")
+    check_parent(out)
     if out.is_dir() and not out.is_symlink():
         strangers = [name for name in sorted(os.listdir(out)) if not _DATABASE_FILES.fullmatch(name)]
         if strangers:

@@ -282,3 +282,49 @@ def test_reading_needs_no_lock_and_the_file_is_as_small_as_its_records(npz: Path
     assert (tmp_path / "out" / "data.mdb").stat().st_size < 64 << 10
     with lmdb.open(str(tmp_path / "out"), readonly=True, lock=False) as env:
         assert env.stat()["entries"] == 30
+
+
+@pytest.mark.parametrize("out", ["", ".", "/", "a/.."])
+def test_targets_that_are_no_name(npz: Path, out: str) -> None:
+    with pytest.raises(UsageError, match="is no name for a new database"):
+        run("npz", npz, out)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_archives_that_are_cut_or_damaged(tmp_path: Path, compressed: bool) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (30, 20, 20), np.uint8)
+    file = tmp_path / "in.npz"
+    (np.savez_compressed if compressed else np.savez)(file, images=images, labels=np.arange(30))
+    whole = file.read_bytes()
+    flipped = bytearray(whole)
+    flipped[5000] ^= 1
+    for content, told in (
+        (bytes(flipped), "damaged|not a readable"),
+        (whole[:-30], "cut"),
+        (b"text", "not a .npz file"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(convert_inputs.InputError, match=told):
+            run("npz", file, tmp_path / "out")
+    file.write_bytes(whole)
+    run("npz", file, tmp_path / "out", "--shuffle", "off")
+    assert [bytes(datum.parse(record.value).data) for record in records(tmp_path / "out")] == [
+        image.tobytes() for image in images
+    ]
+
+
+def test_objects_in_an_archive_are_never_loaded(tmp_path: Path) -> None:
+    np.savez(tmp_path / "in.npz", images=np.array([{"a": 1}], object), labels=np.zeros(1, int))
+    with pytest.raises(convert_inputs.InputError, match="not a readable"):
+        run("npz", tmp_path / "in.npz", tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["images", "list", "idx", "npz", "parquet", "tar"])
+def test_help_tells_the_keys_and_the_options(kind: str, capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(kind, "--help")
+    assert caught.value.code == 0
+    told = capsys.readouterr().out
+    assert "Keys: %08d" in " ".join(told.split())
+    assert "--shuffle SEED|off" in told
+    assert ("--resize" in told) == (kind not in ("idx", "npz"))

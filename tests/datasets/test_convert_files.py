@@ -97,7 +97,6 @@ def test_gray_and_resized_encoded_images(tmp_path: Path) -> None:
         (". 1", "is a folder"),
         ("pipe 1", "is no plain file"),
         ("empty.png 1", "empty.png is empty"),
-        ("a\0.png 1", "holds a zero byte"),
         ("d" * 300 + ".png 1", "File name too long"),
     ],
 )
@@ -155,6 +154,9 @@ def test_marks_and_line_ends_of_windows_are_no_part_of_a_path(tmp_path: Path) ->
     (tmp_path / "wide.txt").write_bytes("a.png 1\n".encode("utf-16"))
     with pytest.raises(convert_inputs.InputError, match=r"UTF-16(.|\n)*iconv"):
         run("list", tmp_path / "wide.txt", tmp_path / "other")
+    (tmp_path / "binary.txt").write_bytes(b"a.png 1\nPK\0\0")
+    with pytest.raises(convert_inputs.InputError, match="is no text: line 2 holds a zero byte"):
+        run("list", tmp_path / "binary.txt", tmp_path / "other")
     (tmp_path / "none.txt").write_text("\n \n")
     with pytest.raises(convert_inputs.InputError, match="is empty"):
         run("list", tmp_path / "none.txt", tmp_path / "other")
