@@ -159,7 +159,8 @@ class _Report:
     def _warnings(self) -> list[str]:
         found = []
         if self.records == 0:
-            found.append("there are no records")
+            if not self.bad and not self.damage:
+                found.append("there are no records")
         elif self.matcher is None and self.reader.backend != "memory":
             found.append("no manifest with checksums beside it: a changed pixel of a raw record cannot be seen")
         elif self.matcher is not None and self.sound == 0:
@@ -300,7 +301,8 @@ def render(document: dict[str, Any], console: Console) -> None:
     name = f"{document['path']} ({document['backend']})"
     for entry in document["damage"][:_MOST_SHOWN]:
         after = "" if entry["after"] is None else f" (last key before it: '{entry['after']}')"
-        show("red", "damaged", f"{entry['place']}: {entry['reason']}{after}")
+        joint = " " if entry["reason"].startswith(("is ", "has ")) else ": "
+        show("red", "damaged", f"{entry['place']}{joint}{entry['reason']}{after}")
     for entry in document["bad"][:_MOST_SHOWN]:
         key = "key unknown" if entry["key"] is None else f"key '{entry['key']}'"
         show("red", "bad", f"record {entry['index']} ({key}): {entry['reason']}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any, NoReturn
@@ -32,6 +34,7 @@ def run(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] 
     A :class:`StallscopeError` becomes one readable message on stderr and exit code 2; ``STALLSCOPE_TRACEBACK=1``
     shows the traceback as well. A closed pipe (``| head``) is no error.
     """
+    warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
     try:
         code = main(argv) or EXIT_OK
         sys.stdout.flush()
@@ -48,6 +51,14 @@ def run(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_OK
     raise SystemExit(code)
+
+
+def _show_warning(other: Callable[..., None], message: Warning | str, category: type[Warning], *about: Any) -> None:
+    """Our own warnings are words for a person: without the place in the code. ``other`` shows those of others."""
+    if category.__module__.split(".")[0] in ("datasets", "gpu", "pipeline", "profiler"):
+        sys.stderr.write(f"warning: {message}\n")
+    else:
+        other(message, category, *about)
 
 
 def dumps(document: Any) -> str:

@@ -557,6 +557,15 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert "leveldb" in done.stdout
 
 
+def test_a_warning_is_words_for_a_person(tmp_path: Path) -> None:
+    with plyvel.DB(str(tmp_path / "db"), create_if_missing=True) as db:
+        db.put(b"0", next(iter(raw_records(1).values())))
+        done = run(tmp_path / "db")
+    assert done.returncode == 0
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"warning: LevelDB {tmp_path / 'db'} is held open by process {os.getpid()}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

@@ -1,0 +1,57 @@
+"""Damaged pages of an LMDB are refused before its library, which would end the process, gets to see them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from datasets import datum
+from datasets.errors import DatasetCorrupt
+from datasets.lmdb_pages import LmdbReader
+from datasets.source import open_source
+from tests.datasets import golden
+from tests.datasets.test_verify import PAGE, change, pages, write_lmdb
+
+VALUE = datum.serialize(channels=1, height=10, width=10, data=bytes(100), label=3)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_lmdb(tmp_path / "db", {b"%08d" % place: VALUE for place in range(1000)})
+
+
+@pytest.mark.parametrize("kind", ["leaf", "branch"])
+@pytest.mark.parametrize("header", [bytes(16), b"\xff" * 16], ids=["zeros", "ones"])
+def test_a_page_without_its_header_is_refused_and_ends_no_process(folder: Path, header: bytes, kind: str) -> None:
+    page = pages(folder, 2)[5] if kind == "leaf" else pages(folder, 1)[0]
+    change(folder, page * PAGE, header)
+
+    def read() -> None:
+        # Without the check: Assertion 'IS_LEAF(mp)' failed in mdb_cursor_next(), and SIGABRT.
+        with pytest.raises(DatasetCorrupt) as caught:
+            open_source(folder)
+        told = str(caught.value)
+        assert "datasets.verify" in told
+        if kind == "leaf":
+            assert f"page {page} is marked" in told
+            assert "records before the damage, the last with the key '000" in told
+
+    assert golden.in_child(read) == 0
+
+
+def test_the_last_good_key_and_the_records_before_it(folder: Path) -> None:
+    third = pages(folder, 2)[3]
+    change(folder, third * PAGE + 12, b"\xff\xff")
+    damage = LmdbReader(str(folder)).first_damage()
+    assert damage is not None
+    lost, records = damage
+    assert (lost.place, lost.after) == (f"page {third}", b"%08d" % (records - 1))
+    assert 0 < records < 1000
+
+
+@pytest.mark.parametrize("name", golden.LMDBS)
+def test_healthy_databases_pass(name: str) -> None:
+    reader = LmdbReader(str(golden.DB / name))
+    assert reader.first_damage() is None
+    assert reader.expected == golden.manifest()[name]["n"]
