@@ -6,14 +6,13 @@ a record: where keys are long, they are compressed in blocks, or the stride grow
 
 from __future__ import annotations
 
+import struct
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-
-import numpy as np
 
 MOST_BYTES = 16
 """Bytes a record that an index may take, once there are more than a few thousand records."""
@@ -59,7 +58,7 @@ class KeyList:
         place, steps = divmod(index, self.stride)
         number, inside = divmod(place, self.packed)
         block = bytes(self.blocks[self.ends[number - 1] if number else 0 : self.ends[number]])
-        return (block if self.packed == 1 else _unpack(block)[inside]), steps
+        return (block if self.packed == 1 else _key_in(block, inside)), steps
 
     @property
     def nbytes(self) -> int:
@@ -149,14 +148,22 @@ class _Building:
 
 def _pack(keys: Sequence[bytes]) -> bytes:
     """Keys as one compressed block, their number and lengths first: neighbours in key order have much in common."""
-    head = np.array([len(keys), *map(len, keys)], "<u4")
-    return zlib.compress(head.tobytes() + b"".join(keys), 6)
+    head = struct.pack(f"<{len(keys) + 1}I", len(keys), *map(len, keys))
+    return zlib.compress(head + b"".join(keys), 6)
 
 
 @lru_cache(maxsize=256)
-def _unpack(block: bytes) -> tuple[bytes, ...]:
+def _lengths(block: bytes) -> tuple[bytes, tuple[int, ...]]:
+    """Content of a block and the lengths of its keys."""
     content = zlib.decompress(block)
-    number = int.from_bytes(content[:4], "little")
-    bounds = np.cumsum(np.frombuffer(content, "<u4", number, 4), dtype=np.int64) + 4 * (number + 1)
-    starts = [4 * (number + 1), *bounds[:-1].tolist()]
-    return tuple(content[start:end] for start, end in zip(starts, bounds.tolist(), strict=True))
+    return content, struct.unpack_from(f"<{int.from_bytes(content[:4], 'little')}I", content, 4)
+
+
+def _key_in(block: bytes, inside: int) -> bytes:
+    content, lengths = _lengths(block)
+    start = 4 * (len(lengths) + 1) + sum(lengths[:inside])
+    return content[start : start + lengths[inside]]
+
+
+def _unpack(block: bytes) -> list[bytes]:
+    return [_key_in(block, inside) for inside in range(len(_lengths(block)[1]))]
