@@ -16,27 +16,9 @@ from datasets.decode import ImageDecodeError, ImageModeError
 from datasets.errors import DatasetWarning
 from profiler.errors import UsageError
 from tests.datasets import golden
+from tests.fuzz.seeds import file, picture
 
 WHERE = "record 3 (key '00000003') of LMDB /x"
-
-
-def picture(mode="RGB", size=(9, 7)):
-    rows, columns = np.mgrid[0 : size[1], 0 : size[0]]
-    rgb = np.stack([rows * 30 % 256, columns * 25 % 256, (rows + columns) * 11 % 256], axis=2).astype(np.uint8)
-    image = Image.fromarray(rgb)
-    if mode == "P":
-        return image.quantize(16)
-    if mode in ("I;16", "I", "F"):
-        return Image.fromarray((rows * 999).astype({"I;16": np.uint16, "I": np.int32, "F": np.float32}[mode]))
-    if mode == "PA":
-        return image.quantize(16).convert("PA")
-    return image.convert(mode)
-
-
-def file(image, kind="PNG", **options):
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream.getvalue()
 
 
 def encoded(data):

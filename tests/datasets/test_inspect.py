@@ -9,7 +9,7 @@ import pytest
 from datasets import datum, inspect, open_source
 from profiler.errors import UsageError
 from tests.datasets import golden
-from tests.datasets.test_decode import file, picture
+from tests.fuzz.seeds import file, picture
 
 KEYS = {"schema", "path", "backend", "records", "shapes", "encodings", "labels", "key_order", "warnings"}
 
