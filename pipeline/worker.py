@@ -93,7 +93,9 @@ def open_data(spec: FeedSpec) -> Source:
         ]
         source = opened[0] if isinstance(spec.source, str) else ConcatSource(opened)
         if spec.labels is not None:
-            source = PairedSource(source, stack.enter_context(contextlib.closing(open_source(spec.labels))))
+            source = PairedSource(
+                source, stack.enter_context(contextlib.closing(open_source(spec.labels, readahead=spec.reads_ahead)))
+            )
         _check_identity(spec, source)
         stack.pop_all()
     return source

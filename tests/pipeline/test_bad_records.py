@@ -12,14 +12,19 @@ import numpy as np
 import pytest
 
 from datasets import datum
+from datasets.errors import DatasetCorrupt
 from datasets.order import Order
+from datasets.source import Record, Source
 from pipeline import ray_runtime
-from pipeline.bad_records import ATTEMPTS, ENTRY, Found, Reason, TooManyBadRecords
+from pipeline.bad_records import ATTEMPTS, ENTRY, Found, Reason, TooManyBadRecords, read_rows
 from pipeline.config import validate
 from pipeline.feed import Feed
+from pipeline.maker import BatchMaker, LocalReader, probe
+from pipeline.run import run
+from pipeline.settings import load
 from pipeline.spec import FeedSpec, TransformSpec, feed_spec
 from profiler import store
-from profiler.errors import StallscopeError
+from profiler.errors import StallscopeError, UsageError
 from profiler.recorder import Recorder
 from tests.pipeline.build import encoded, image_file, picture, raw, write_leveldb, write_lmdb
 
@@ -362,8 +367,6 @@ def test_rows_keep_long_and_strange_keys_readable() -> None:
 
 
 def test_reasons_by_kind_of_error() -> None:
-    from datasets.errors import DatasetCorrupt
-
     assert Reason.of(DatasetCorrupt("x")) is Reason.READ
     assert Reason.of(datum.DatumSizeMismatch("x")) is Reason.DATUM
 
@@ -375,3 +378,89 @@ def test_the_configuration_decides() -> None:
     asked = feed_spec(validate(document))
     assert (asked.on_bad_record, asked.bad_record_cap) == ("skip", 0.25)
     assert validate({}).data.bad_record_cap == 0.001
+
+
+class Torn(Source):
+    """A database with a damaged block: some records cannot be read, whoever asks."""
+
+    backend, path = "memory", "memory:torn"
+
+    def __init__(self, records: list[bytes], torn: set[int]) -> None:
+        self.records, self.torn = records, torn
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def key(self, index: int) -> bytes:
+        return b"key-%d" % index
+
+    def read(self, index: int) -> Record:
+        if index in self.torn:
+            raise DatasetCorrupt(f"{self.name} cannot be read at record {index}", found="block checksum mismatch")
+        return Record(int(index), self.key(index), self.records[index], self.name)
+
+    def identity(self) -> dict[str, Any]:
+        return {"records": len(self)}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_a_record_that_the_database_cannot_give_out_is_a_bad_record() -> None:
+    source = Torn([raw(picture(i, SHAPE), i) for i in range(8)], {2, 5})
+    for policy in ("stop", "skip", "zero"):
+        asked = FeedSpec("memory:torn", 8, on_bad_record=policy)  # type: ignore[arg-type]
+        probed = probe(asked, source)
+        slot = probed.layout.views(np.zeros(probed.layout.nbytes, np.uint8))
+        maker = BatchMaker(asked, probed, LocalReader(source))
+        if policy != "skip":  # zero keeps labels, and here there is none to keep
+            with pytest.raises(DatasetCorrupt, match=r"record [25]"):
+                maker.make(0, slot)
+            continue
+        maker.make(0, slot)
+        assert not {2, 5} & set(slot.ids.tolist())
+        assert slot.bad is not None
+        assert slot.bad_count is not None
+        found = read_rows(slot.bad, slot.bad_count)
+        assert {bad.record for bad in found} == {2, 5}
+        assert {(bad.reason, bad.key) for bad in found} == {("read", "?")}
+
+
+# -- a whole job -------------------------------------------------------------------------------------------------------
+
+_NET = """
+layer {{ name: "d" type: "Data" top: "data" top: "label" data_param {{ source: "{path}" batch_size: 8 backend: LMDB }}
+  transform_param {{ crop_size: 20 mirror: true scale: 0.004 }} }}
+layer {{ name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
+  inner_product_param {{ num_output: 10 weight_filler {{ type: "xavier" }} }} }}
+layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }}
+"""
+
+
+def test_a_job_that_skips_resumes_to_the_same_bits_and_reports_the_keys(sets: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "net.prototxt").write_text(_NET.format(path=sets["lmdb"]))
+    (tmp_path / "solver.prototxt").write_text('net: "net.prototxt" base_lr: 0.001 lr_policy: "fixed" random_seed: 1\n')
+
+    def train(folder: str, iterations: int, **more: str) -> store.Run:
+        flags = {
+            "solver": str(tmp_path / "solver.prototxt"), "run.folder": str(tmp_path / folder), "feed.engine": "inline",
+            "run.iterations": str(iterations), "run.log_level": "error", "profile.samplers_hz": "0",
+            "device.backend": "numpy", "data.on_bad_record": "skip", "data.bad_record_cap": "0.1", **more,
+        }  # fmt: skip
+        assert run(load(None, [f"--{key}={value}" for key, value in flags.items()])) == 0
+        return store.load_run(tmp_path / folder)
+
+    whole = train("whole", 20)
+    train("parts", 10)
+    parts = train("parts", 20, **{"run.if_exists": "resume"})
+    weights = [(tmp_path / name / "snapshots" / "iter_20.caffemodel").read_bytes() for name in ("whole", "parts")]
+    assert weights[0] == weights[1]
+    assert parts.manifest["feed"]["bad_records"]["records"] == whole.manifest["feed"]["bad_records"]["records"] == 7
+    for done in (whole, parts):
+        notes = [note["record"] for note in done.notes if note["note"] == "bad_record"]
+        assert sorted(notes) == sorted(values())  # once each, also where a resume went on
+    text = json.loads((tmp_path / "whole" / "report.json").read_text())["findings"]
+    assert any("7 records of the TRAIN set could not be used" in finding["text"] for finding in text)
+    assert "00000017_img" in (tmp_path / "whole" / "report.html").read_text()
+    with pytest.raises(UsageError, match="on_bad_record"):
+        train("parts", 30, **{"run.if_exists": "resume", "data.on_bad_record": "stop"})

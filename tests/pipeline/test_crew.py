@@ -184,3 +184,23 @@ def test_workers_record_every_batch_once_and_their_waits(tmp_path: Path) -> None
         assert sorted(step for kind, step, _ in rows if kind == stage) == list(range(40)), stage
     assert {actor for kind, _, actor in rows if kind == Stage.BATCH} <= {1, 2}
     assert [kind for kind, _, _ in rows if kind == Stage.SLOT_WAIT]
+
+
+@pytest.mark.long  # a share of CPUs is measured: nothing else should run beside it
+def test_two_workers_decode_python_code_in_parallel() -> None:
+    """Case C17: processes do not share an interpreter lock. 5 ms of pure Python a record, on two CPUs."""
+    spec = replace(SPEC, transform=TransformSpec(python="tests.pipeline.functions:burns_5_ms"))
+
+    def rate(workers: int) -> float:
+        made = engine(spec, workers)
+        try:
+            list(deliver(made, 0, 8))
+            while not all(made.ring.worker(row)[0] for row in range(workers)):
+                time.sleep(0.05)
+            began = time.monotonic()
+            list(deliver(made, 8, 40))
+            return 32 / (time.monotonic() - began)
+        finally:
+            made.close()
+
+    assert max(rate(2) for _ in range(3)) > 1.6 * max(rate(1) for _ in range(3))
