@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets.errors import DatasetCorrupt, SourceError
-from datasets.leveldb_library import error_text, import_plyvel, open_files_limit
+from datasets.leveldb_library import codec_missing, error_text, import_plyvel, open_files_limit
 from datasets.leveldb_tables import BadBlock, bad_blocks, bad_log
 from datasets.leveldb_view import PrivateView
 from datasets.raw import Lost, RawReader, Stored
@@ -73,13 +73,9 @@ class LevelDbReader(RawReader):
         """Where the tables are damaged."""
         names = [name for name in view.files if not name.endswith(".log")]
         found = [block for name in names for block in bad_blocks(Path(self.path, name))]
-        if not found and "corrupted compressed block" in failure:
-            raise DatasetCorrupt(
-                f"{self.name} is sound, but this build of plyvel cannot decompress it",
-                expected="a plyvel built with Snappy and zstd",
-                found=f"{failure}, while every checksum is right",
-                hint="pip install --force-reinstall 'plyvel>=1.5.1' (its wheels have both)",
-            )
+        missing = None if found else codec_missing(self.name, failure)
+        if missing is not None:
+            raise missing
         if not found and not explained:
             found = [BadBlock("the database", failure)]
         return found

@@ -30,6 +30,7 @@ from datasets.errors import (
     ManifestMismatch,
     SourceClosed,
 )
+from datasets.leveldb_raw import LevelDbReader
 from datasets.leveldb_tables import _TABLE, _crc32c, _masked
 from datasets.manifest import Tally, write_manifest
 from tests.datasets import golden
@@ -241,6 +242,8 @@ def test_a_build_without_snappy_is_told_from_corruption(tmp_path, monkeypatch):
         open_source(folder)
     for part in ("this build of plyvel lacks Snappy", "the checksum is right", str(folder), "plyvel>=1.5.1"):
         assert part in str(caught.value)
+    with pytest.raises(CodecMissing, match="lacks Snappy"):  # nor is it a list of lost records
+        list(LevelDbReader(str(folder)).scan())
 
 
 def test_a_block_of_a_newer_codec_is_named_so(tmp_path):
