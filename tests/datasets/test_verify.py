@@ -510,6 +510,26 @@ def test_salvage_copies_what_is_sound(lmdb_folder: Path, records: Records, tmp_p
     assert examine(out)["manifest"]
 
 
+def test_salvage_of_a_truncated_lmdb_and_of_a_leveldb_with_a_bad_block(tmp_path: Path, records: Records) -> None:
+    cut = write_lmdb(tmp_path / "cut", records)
+    os.truncate(cut / "data.mdb", (cut / "data.mdb").stat().st_size // 2 // PAGE * PAGE)
+    rotten = write_leveldb(tmp_path / "rotten", records, compression="snappy", write_buffer_size=1 << 18)
+    table = sorted(rotten.glob("*.ldb"))[1]
+    change(table, table.stat().st_size // 3, b"rot")
+    for folder, least in ((cut, 500), (rotten, 1900)):
+        before = golden.snapshot(folder)
+        document = salvage.salvage(raw.open_raw(str(folder)), tmp_path / f"{folder.name}_saved")
+        assert golden.snapshot(folder) == before
+        with open_source(tmp_path / f"{folder.name}_saved") as source:
+            kept = {record.key: record.value for record in source.read_many(range(len(source)))}
+        assert least < len(kept) == document["salvaged"]["records"] < 2000
+        assert kept == {key: records[key] for key in kept}
+        told = manifest.read_manifest(tmp_path / f"{folder.name}_saved")
+        assert told is not None
+        assert told.skipped[0].startswith(document["damage"][0]["place"])
+    assert document["backend"] == document["salvaged"]["backend"] == "leveldb"
+
+
 def test_salvage_touches_neither_source_nor_strangers(lmdb_folder: Path, tmp_path: Path) -> None:
     reader = raw.open_raw(str(lmdb_folder))
     (tmp_path / "link").symlink_to(lmdb_folder)
