@@ -232,7 +232,7 @@ def image_datum(
     if options.size is not None:
         image = resize(image, *options.size)
     if options.encoded:
-        value = serialize(data=_encode(image, options.kind or _kind(stored)), label=label, encoded=True)
+        value = serialize(data=encode(image, options.kind or _kind(stored)), label=label, encoded=True)
     else:
         channels, height, width = _shape(image)
         value = serialize(
@@ -251,7 +251,8 @@ def _kind(stored: bytes) -> str:
     return "jpg" if stored.startswith(b"\xff\xd8") else "png"
 
 
-def _encode(image: NDArray[Any], kind: str) -> bytes:
+def encode(image: NDArray[Any], kind: str) -> bytes:
+    """The bytes of a ``jpg`` or ``png`` file of uint8[C, H, W] (B, G, R, or gray)."""
     from PIL import Image
 
     buffer = io.BytesIO()

@@ -11,7 +11,6 @@ All three are written record by record: memory does not grow with the data set.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -29,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datasets import datum, decode, terminal, writer
-from datasets.convert_inputs import IMAGE_SUFFIXES
+from datasets.convert_inputs import IMAGE_SUFFIXES, encode
 from datasets.datum import Datum, DatumError
 from datasets.manifest import key_text, read_manifest
 from datasets.mean import check_file, records_of
@@ -194,8 +193,6 @@ def _as_file(record: Record) -> ImageFile:
 
 
 def _png(image: NDArray[np.uint8], record: Record) -> bytes:
-    from PIL import Image
-
     if len(image) not in (1, 3):
         raise DatumError(
             f"{record}: its pixels cannot be an image file",
@@ -203,10 +200,7 @@ def _png(image: NDArray[np.uint8], record: Record) -> bytes:
             found=len(image),
             hint="--to npz",
         )
-    buffer = io.BytesIO()
-    pixels = image[0] if len(image) == 1 else np.ascontiguousarray(image[::-1].transpose(1, 2, 0))
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encode(image, "png")
 
 
 def _label(parsed: Datum, record: Record) -> int:

@@ -65,8 +65,8 @@ def salvage(
     except _NothingSound:
         document["salvaged"] = {"path": None, "backend": kind, "records": 0, "lost": _lost(document)}
         return document
-    reasons = [f"{entry['key']}: {entry['reason']}" for entry in document["bad"]]
-    reasons += [f"{entry['place']}: {entry['reason']}" for entry in document["damage"]]
+    reasons = [f"{entry['place']}: {entry['reason']}" for entry in document["damage"]]
+    reasons += [f"{entry['key']}: {entry['reason']}" for entry in document["bad"]]
     manifest = tally.manifest(
         backend=kind,
         classes=before.classes if before else None,

@@ -504,7 +504,8 @@ def test_salvage_copies_what_is_sound(lmdb_folder: Path, records: Records, tmp_p
     told = manifest.read_manifest(out)
     assert told is not None
     assert (told.records, told.skipped_count) == (document["sound"], saved["lost"])
-    assert told.skipped[0].startswith(document["bad"][0]["key"])
+    assert told.skipped[0].startswith("page ")
+    assert any(line.startswith(document["bad"][0]["key"]) for line in told.skipped)
     assert told.shapes == {"1x7x9": told.shapes["1x7x9"], "3x30x31": told.shapes["3x30x31"]}
     assert verify.fine(examine(out))
     assert examine(out)["manifest"]
