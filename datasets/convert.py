@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
 
     def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(_printable(text), markup=False, highlight=False, soft_wrap=True)
 
     for note in inputs.notes:
         say(f"note: {note}")
@@ -105,8 +105,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             bar.update(tasks[what], completed=done, total=total)
 
         manifest = convert(inputs, plan, progress=progress, say=say)
-    sys.stdout.write(_summary(plan, manifest))
+    sys.stdout.write(_printable(_summary(plan, manifest)))
     return EXIT_NOT_FINE if manifest.skipped_count else EXIT_OK
+
+
+def _printable(text: str) -> str:
+    """File names may be bytes that are no text."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _summary(plan: Plan, manifest: Manifest) -> str:

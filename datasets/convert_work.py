@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import writer
-from datasets.manifest import checksum_path, remove_manifest
+from datasets.manifest import checksum_path, remove_manifest, write_whole
 from datasets.source import manifest_path
 from profiler.errors import StallscopeError, UsageError
 
@@ -124,7 +124,7 @@ class Work:
             if number < before and line.endswith(b"\n"):
                 kept.append(line)
                 yield reason
-        _write_whole(place, b"".join(kept))
+        write_whole(place, b"".join(kept))
 
     # ------------------------------------------------------------------------------------------------------------ end
 
@@ -177,7 +177,7 @@ class Work:
 
     def _write_state(self, state: dict[str, Any]) -> None:
         self._state = state
-        _write_whole(self.folder / "state.json", json.dumps(state, indent=1).encode())
+        write_whole(self.folder / "state.json", json.dumps(state, indent=1).encode())
 
 
 @contextmanager
@@ -224,13 +224,3 @@ def _same_file(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _write_whole(place: Path, content: bytes) -> None:
-    temporary = place.with_name(place.name + ".part")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, place)
-    writer.sync(place.parent)

@@ -149,7 +149,9 @@ def write_manifest(path: str | os.PathLike[str], manifest: Manifest, crcs: NDArr
     The manifest comes last, so where there is a manifest there are checksums. Raises :class:`StallscopeError`.
     """
     write_whole(checksum_path(path), crcs.astype("<u4").tobytes())
-    write_whole(manifest_path(path), (json.dumps(asdict(manifest), indent=1, ensure_ascii=False) + "\n").encode())
+    text = json.dumps(asdict(manifest), indent=1, ensure_ascii=False) + "\n"
+    # What is left of a name that is no UTF-8 becomes an escape of JSON, and the same name again when it is read.
+    write_whole(manifest_path(path), text.encode("utf-8", "backslashreplace"))
 
 
 def remove_manifest(path: str | os.PathLike[str]) -> None:
