@@ -56,13 +56,13 @@ class StreamFile:
     def append_events(self, data: bytes) -> None:
         """Append rows given as the bytes of an :data:`EVENT` array. Raises OSError."""
         rows = np.frombuffer(data, EVENT)
-        columns = [pa.array(np.ascontiguousarray(rows[field])) for field in EVENT.names or ()]
+        columns = [_column(rows[field.name], field.type) for field in self._schema]
         self._append(pa.RecordBatch.from_arrays(columns, schema=self._schema))
 
     def append_rows(self, rows: Sequence[Sequence[Any]]) -> None:
         """Append rows given as tuples in the order of the schema. Raises OSError."""
         columns = zip(zip(*rows, strict=True), self._schema, strict=True)
-        arrays = [pa.array(column, field.type) for column, field in columns]
+        arrays = [_column(column, field.type) for column, field in columns]
         self._append(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
 
     def close(self) -> None:
@@ -94,6 +94,25 @@ class StreamFile:
             except OSError:
                 self._torn = True
             raise
+
+
+def _column(values: Sequence[Any] | np.ndarray, kind: pa.DataType) -> pa.Array:
+    """Values without nulls as an Arrow array of numbers, strings or lists of numbers.
+
+    Built from buffers, because ``pa.array`` imports pandas wherever that is installed: half a second in every process,
+    in the flush thread, and an error where the interpreter is already shutting down.
+    """
+    if pa.types.is_string(kind) or pa.types.is_list(kind):
+        text = pa.types.is_string(kind)
+        parts = [value.encode() for value in values] if text else list(values)
+        ends = np.zeros(len(parts) + 1, np.int32)
+        np.cumsum([len(part) for part in parts], out=ends[1:])
+        if text:
+            return pa.Array.from_buffers(kind, len(parts), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(parts))])
+        child = _column(np.concatenate(parts) if parts else (), kind.value_type)
+        return pa.Array.from_buffers(kind, len(parts), [None, pa.py_buffer(ends)], children=[child])
+    dtype = np.float64 if kind == pa.float64() else np.dtype(str(kind))
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.ascontiguousarray(values, dtype))])
 
 
 def read_stream(path: Path) -> tuple[pa.Table | None, dict[str, str], str | None, bool]:

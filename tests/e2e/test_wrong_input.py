@@ -116,6 +116,7 @@ def test_a_failure_in_mid_run_leaves_a_report_of_what_was_done(
     job = [EXAMPLE, "--data.train.source=bad_lmdb", databases.flags("lmdb")[1], *SMALL[1:]]
     flags = [
         f"--feed.engine={engine}", "--data.order.shuffle=none", "--data.test.transform.scale=0.00390625",
+        "--data.test.transform.crop=24",
         "--data.transform.python=user_transforms:no_sevens",
     ]  # fmt: skip
     _check(*job, *flags, cwd=tmp_path, says=["user_transforms:no_sevens", "record 70", "bad_lmdb", "a seven"])

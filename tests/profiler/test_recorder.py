@@ -431,3 +431,31 @@ assert not heavy, heavy
     )
     _, errors = child.communicate(timeout=60)
     assert (child.returncode, errors) == (0, "")
+
+
+def test_recording_never_imports_pandas(tmp_path: Path) -> None:
+    """Arrow would, wherever it is installed: slow in every worker, and an error in a process that is ending."""
+    (tmp_path / "pandas.py").write_text("raise SystemExit('pandas was imported')\n")
+    code = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from profiler.recorder import Recorder
+from profiler.events import Stage
+from profiler.sampler import Sampler
+with Sampler(sys.argv[1], 50):
+    rec = Recorder.open(sys.argv[1], "t", "trainer", flush_s=60)
+    with rec.span(Stage.STEP, step=1):
+        rec.fingerprint(1, "params", 3, 4)
+    assert rec.flush()
+    rec.mark(Stage.READY, step=2)
+assert "pandas" not in sys.modules
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "run", tmp_path],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (child.returncode, child.stderr) == (0, "")
+    run = load_run(tmp_path / "run")
+    assert run.events.num_rows == 2
+    assert run.fingerprints["name"].to_pylist() == ["params"]
+    assert run.samples.num_rows > 0
