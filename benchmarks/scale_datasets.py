@@ -180,7 +180,7 @@ def order(records: int) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on; no names of hosts or folders."""
+    """What the figures depend on, the load by other work at the start included; no names of hosts or folders."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
     return {
@@ -188,6 +188,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
+        "load_average": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in ("lmdb", "plyvel", "numpy")},
     }
