@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 import threading
@@ -174,6 +175,24 @@ def test_names_are_bytes_and_may_hold_what_other_systems_end_lines_with(tmp_path
     assert [record.key[9:] for record in records(tmp_path / "out")] == names
 
 
+def test_classes_and_broken_files_may_have_names_that_are_no_text(tmp_path: Path, capsys) -> None:
+    folder = os.path.join(os.fsencode(tmp_path), b"in", b"gr\xfcn")
+    os.makedirs(folder)
+    for name, content in ((b"a.png", None), (b"b\xfc.png", b"broken"), (b"c\xfc.txt", b"")):
+        with open(os.path.join(folder, name), "wb") as file:
+            if content is None:
+                Image.new("RGB", (2, 2)).save(file, "PNG")
+            else:
+                file.write(content)
+    assert run("images", tmp_path / "in", tmp_path / "out", "--on-error", "skip") == 1
+    told = capsys.readouterr()
+    assert "labels 0 to 0: gr\\udcfcn" in told.out
+    assert "b\\udcfc.png" in told.out
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None
+    assert manifest.classes == ["gr\udcfcn"]
+
+
 @pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
 def test_several_labels_go_into_a_database_of_their_own(tmp_path: Path, backend: str, capsys) -> None:
     for index in range(40):
@@ -216,6 +235,20 @@ def test_a_database_of_labels_needs_numbers_and_a_place_beside_the_images(tmp_pa
     with pytest.raises(UsageError, match="two exists already"):
         run("list", tmp_path / "list.txt", tmp_path / "new", "--label-db", tmp_path / "two")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_set_in_blocks_of_classes_is_mixed(tmp_path: Path, capsys) -> None:
+    for name in ("a.png", "b.png"):
+        picture(tmp_path / name)
+    (tmp_path / "list.txt").write_text("a.png 0\n" * 500 + "b.png 1\n" * 500)
+    assert run("list", tmp_path / "list.txt", tmp_path / "out") == 0
+    assert "shuffled with seed 1" in capsys.readouterr().out
+    labels = [datum.parse(record.value).label for record in records(tmp_path / "out")]
+    assert labels.count(1) == 500
+    longest = max(len(list(group)) for _, group in itertools.groupby(labels))
+    assert longest < 25  # of 1000 fair coins, about 10
+    halves = sum(label or 0 for label in labels[:500])
+    assert 200 < halves < 300
 
 
 @pytest.mark.parametrize("flags", [[], ["--gray"], ["--resize", "9", "--encoded"]])

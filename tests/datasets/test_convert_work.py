@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets import convert_arrays, convert_inputs, convert_work, writer
+from datasets import convert_arrays, convert_files, convert_inputs, convert_work, writer
 from datasets.manifest import damaged, read_checksums, read_manifest
 from datasets.source import open_source
 from profiler.errors import StallscopeError, UsageError
@@ -279,6 +279,30 @@ def test_other_input_or_options_start_over(
 def test_what_only_says_how_to_go_on_does_not_start_over(npz: Path, half: Path, capsys) -> None:
     run("npz", npz, half, "--on-error", "skip", "--force")
     assert "going on after the 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+@pytest.mark.parametrize("call", [5, 20, 39])
+def test_of_two_databases_one_may_be_ahead_when_they_are_cut_short(tmp_path: Path, backend: str, call: int) -> None:
+    for index in range(40):
+        picture(tmp_path / f"{index}.png", (index, 0, 0))
+    (tmp_path / "list.txt").write_text("".join(f"{index}.png {index} {index / 4}\n" for index in range(40)))
+    arguments = ["list", tmp_path / "list.txt", tmp_path / "out", "--label-db", tmp_path / "two", "--backend", backend]
+    assert run(*arguments[:2], tmp_path / "whole", "--label-db", tmp_path / "whole2", *arguments[5:]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "COMMIT_RECORDS", 7)
+        patch.setattr(writer, "COMMIT_BYTES", 300)  # three images, and seven records of labels
+        assert killed_at(convert_files, "image_datum", call, False, [*arguments, "--workers", "1"])
+        folder = convert_work.folder_of(tmp_path / "out")
+        counts = []
+        for name in ("db", "labels"):
+            with writer_of(backend, folder / name) as database:
+                assert database is not None
+                counts.append(sum(1 for _ in database.records()))
+        assert counts[0] > counts[1]
+        assert run(*arguments) == 0
+    for made, whole in (("out", "whole"), ("two", "whole2")):
+        assert facts(tmp_path / made)[::2] == facts(tmp_path / whole)[::2]
 
 
 @pytest.mark.parametrize("damage", ["cut", "state", "foreign"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from datasets import writer
 from profiler.errors import StallscopeError, UsageError
+from tests.datasets import golden
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +34,77 @@ def test_a_full_disk_ends_with_a_message_and_leaves_nothing(tmp_path: Path, back
     assert "is the disk full?" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(out.parent.iterdir()) == []
+
+
+def test_ten_thousand_records_go_into_a_map_of_one_megabyte(tmp_path: Path) -> None:
+    generator = np.random.default_rng(7)
+    values = [generator.bytes(3000) for _ in range(100)]
+    target = writer.LmdbWriter(tmp_path, map_size=1 << 20)
+    for index in range(10_000):
+        target.put(b"%08d" % index, values[index % 100])
+    target.close()
+    assert target.doublings >= 5
+    with lmdb.open(str(tmp_path), readonly=True, lock=False) as env, env.begin() as transaction:
+        for index, (key, value) in enumerate(transaction.cursor()):
+            assert (key, value) == (b"%08d" % index, values[index % 100])
+        assert index == 9999
+
+
+def test_where_address_space_is_limited_it_starts_small_and_ends_with_a_message(tmp_path: Path) -> None:
+    """A map of a terabyte would be refused here from the start; ours grows until it is refused, and says so."""
+
+    def limited() -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        target = writer.LmdbWriter(tmp_path, map_size=1 << 20)
+        limit = pages * resource.getpagesize() + (100 << 20)
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+        (tmp_path / "huge").mkdir()
+        with pytest.raises(lmdb.Error):
+            lmdb.open(str(tmp_path / "huge"), map_size=1 << 40)
+
+        def fill() -> None:
+            for index in range(60_000):
+                target.put(b"%08d" % index, bytes(3000))
+
+        with pytest.raises(StallscopeError, match=r"the LMDB's map cannot grow to \d+ MiB(.|\n)*ulimit -v"):
+            fill()
+        target.abandon()
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        assert target.committed >= 5000
+        later = writer.LmdbWriter(tmp_path)
+        assert sum(1 for _ in later.records()) == target.committed
+
+    assert golden.in_child(limited) == 0
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+def test_a_disk_that_is_nearly_full_is_told_before_a_transaction(tmp_path: Path, monkeypatch, backend: str) -> None:
+    target = writer.WRITERS[backend](tmp_path)
+    target.put(b"00000000", bytes(1000))
+    target.commit()
+    usage = writer.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: usage._replace(free=writer.RESERVE_BYTES + 1999))
+    target.put(b"00000001", bytes(1000))
+    with pytest.raises(
+        writer.DiskFull, match=r"has no room for the next records(.|\n)*16.0 MiB free(.|\n)*another disk"
+    ):
+        target.close()
+    assert [key for key, _ in target.records()] == [b"00000000"]
+    target.abandon()
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+def test_a_second_writer_goes_on_after_the_records_of_the_first(tmp_path: Path, backend: str) -> None:
+    for part in range(2):
+        target = writer.WRITERS[backend](tmp_path)
+        assert [key for key, _ in target.records()] == [b"%08d" % index for index in range(part * 5)]
+        for index in range(5):
+            target.put(b"%08d" % (part * 5 + index), bytes(200_000))
+        target.close()
+    target = writer.WRITERS[backend](tmp_path)
+    assert len(list(target.records())) == 10
+    target.abandon()
 
 
 def test_a_map_that_cannot_grow_is_told(tmp_path: Path) -> None:
