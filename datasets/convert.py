@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import convert_arrays, convert_files, writer
+from datasets import convert_arrays, convert_files, convert_list, writer
 from datasets.convert_inputs import ImageOptions, Inputs
 from datasets.convert_run import DEFAULT_SEED, Plan, check_names, check_targets, convert
 from datasets.convert_stream import SampleStream
@@ -146,7 +146,7 @@ def _open(arguments: argparse.Namespace, plan: Plan) -> Inputs | SampleStream:
     if arguments.kind == "images":
         return convert_files.open_images(Path(sources[0]), options)
     if arguments.kind == "list":
-        return convert_files.open_list(
+        return convert_list.open_list(
             Path(sources[0]), arguments.root, options, pairs=plan.label_out is not None, skip=plan.skip
         )
     if arguments.kind == "parquet":
