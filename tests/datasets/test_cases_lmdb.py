@@ -1,7 +1,7 @@
 """LMDB as the world leaves it: one test for each thing that has gone wrong for somebody, on an input built for it.
 
 What other files cover: files cut before they are opened, flags of damaged pages and forks in
-``test_lmdb_source``; layouts, empty and missing paths in ``test_source``; a map that is full or cannot grow in
+``test_lmdb_source``; who writes now in ``test_writers``; layouts, empty and missing paths in ``test_source``; a map that is full or cannot grow in
 ``test_convert`` and ``test_writer``; keys in string order and labels in blocks in ``test_inspect``; damage that LMDB
 cannot see, and what is saved from it, in ``test_manifest`` and ``test_verify``.
 """
@@ -26,7 +26,6 @@ from datasets.errors import (
     DatasetChanged,
     DatasetCorrupt,
     DatasetTruncated,
-    DatasetWarning,
     EmptyFolder,
     EmptyPath,
     NotADataset,
@@ -250,63 +249,6 @@ def test_a_mount_that_may_only_be_read(tmp_path, name):
         ["unshare", "-m", "bash", "-c", script, MOUNTED], env=environment, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, f"{golden.described(name)['n']}\n"), done.stderr
-
-
-WRITER = """
-import lmdb, sys
-env = lmdb.open(sys.argv[1], map_size=256 << 20, subdir=sys.argv[2] == "folder")
-print("open", flush=True); sys.stdin.readline()
-txn = env.begin(write=True); txn.put(b"zz", b"new"); print("writing", flush=True); sys.stdin.readline()
-txn.commit(); print("committed", flush=True); sys.stdin.readline()
-"""
-
-
-@pytest.mark.parametrize("layout", ["folder", "file"])
-def test_a_live_writer_is_named_and_a_dead_one_is_not(plain, tmp_path, layout):
-    path = plain
-    if layout == "file":
-        path = tmp_path / "single.mdb"
-        os.rename(plain / "data.mdb", path)
-    with subprocess.Popen([sys.executable, "-c", WRITER, path, layout], **PIPES) as writer:
-
-        def on(expected):
-            assert writer.stdout.readline() == expected
-            if expected == "committed\n":
-                return
-            doing = "holds it open for writing" if expected == "open\n" else "is in the middle of a write"
-            with pytest.warns(DatasetWarning, match=f"process {writer.pid} {doing}"), open_source(path) as source:
-                assert len(source) == 500
-            writer.stdin.write("\n")
-            writer.stdin.flush()
-
-        on("open\n")
-        on("writing\n")
-        on("committed\n")
-        writer.kill()
-    assert list(path.parent.rglob("*lock*")), "what it left behind"
-    with open_source(path) as source:  # no warning: warnings are errors in this suite
-        assert len(source) == 501
-
-
-def test_a_writer_that_died_in_a_transaction_is_nobody(plain):
-    with subprocess.Popen([sys.executable, "-c", WRITER, plain, "folder"], **PIPES) as writer:
-        writer.stdin.write("\n")
-        writer.stdin.flush()
-        assert (writer.stdout.readline(), writer.stdout.readline()) == ("open\n", "writing\n")
-        writer.kill()
-    with open_source(plain) as source:
-        assert len(source) == 500
-
-
-def test_a_reader_that_uses_locks_is_no_writer(plain):
-    reader = "import lmdb, sys; e = lmdb.open(sys.argv[1], readonly=True); t = e.begin(); print(1, flush=True); input()"
-    with lmdb.open(str(plain)):
-        pass  # makes lock.mdb
-    with subprocess.Popen([sys.executable, "-c", reader, plain], **PIPES) as process:
-        assert process.stdout.readline() == "1\n"
-        with open_source(plain) as source:
-            assert len(source) == 500
-        process.communicate("\n")
 
 
 @pytest.mark.parametrize("call", ["stat", "listdir", "open", "pread"])
