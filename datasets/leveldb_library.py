@@ -72,6 +72,6 @@ def import_plyvel(name: str) -> Any:
         raise SourceError(
             f"reading {name} needs the package 'plyvel', which is not installed",
             found=str(error),
-            hint="pip install 'plyvel>=1.5.1' (it has wheels for Python 3.11 and 3.12; tested with both), or convert the data to LMDB",
+            hint="pip install 'plyvel>=1.5.1' (it has wheels for Python 3.11 and 3.12), or convert the data to LMDB",
         ) from error
     return plyvel

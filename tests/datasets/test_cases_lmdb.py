@@ -1,9 +1,10 @@
 """LMDB as the world leaves it: one test for each thing that has gone wrong for somebody, on an input built for it.
 
-What other files cover: files cut before they are opened, flags of damaged pages and forks in
-``test_lmdb_source``; who writes now in ``test_writers``; layouts, empty and missing paths in ``test_source``; a map that is full or cannot grow in
-``test_convert`` and ``test_writer``; keys in string order and labels in blocks in ``test_inspect``; damage that LMDB
-cannot see, and what is saved from it, in ``test_manifest`` and ``test_verify``.
+What other files cover: files cut before they are opened, flags of damaged pages and forks in ``test_lmdb_source``; who
+writes now in ``test_writers``; layouts, empty and missing paths in ``test_source``; a map that is full or cannot grow
+in ``test_convert`` and ``test_writer``; keys in string order and labels in blocks in ``test_inspect``; damage that LMDB
+cannot see, and what is saved from it, in ``test_manifest`` and ``test_verify``; a feed whose data set is cut or written
+to in ``tests/pipeline/test_data_changes``; reading ahead as a job asks for it in ``tests/pipeline/test_backend_named``.
 """
 
 import gc
