@@ -1,17 +1,22 @@
 """Arrays as input: the IDX files of MNIST and NumPy's .npz files.
 
-Files that are not compressed are mapped, so their size does not matter; compressed ones are held in memory.
+Files are mapped, so their size does not matter; what is compressed is unpacked into a temporary file without a name.
 """
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import math
 import os
+import tempfile
 import zipfile
 import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +25,7 @@ from datasets.convert_inputs import Converted, InputError, Inputs, fingerprint_o
 from datasets.datum import serialize
 from profiler.errors import UsageError
 
+_IDX_HEADER = 4 + 4 * 255
 _LOCAL_HEADER = 30  # bytes of a member's header in a ZIP file, before its name
 _IDX_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
@@ -77,28 +83,51 @@ def open_idx(images: Path, labels: Path | None) -> Arrays:
 def read_idx(path: Path) -> NDArray[Any]:
     """The array in an IDX file: two zero bytes, type, number of dimensions, their sizes (big-endian), the items."""
     try:
-        with open(path, "rb") as file:
+        with ExitStack() as stack:
+            file: IO[bytes] = stack.enter_context(open(path, "rb"))
             packed = file.read(2) == b"\x1f\x8b"
-        if packed:
-            stored = np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8)
-        elif path.stat().st_size:
-            stored = np.memmap(path, np.uint8, "r")
-        else:
-            stored = np.empty(0, np.uint8)
+            file.seek(0)
+            stream = stack.enter_context(gzip.GzipFile(fileobj=file)) if packed else file
+            head = stream.read(_IDX_HEADER)
+            start, shape, kind = _idx_header(path, head)
+            need = start + math.prod(shape) * kind.itemsize
+            if packed:
+                blocks = itertools.chain([head], _blocks(stream, need + 1 - len(head)))
+                file = _unpacked(blocks, stack)
+            size = os.fstat(file.fileno()).st_size
+            if size != need:
+                found = f"{size} bytes" if size < need or not packed else "more"
+                raise InputError(f"{path} is cut or damaged", expected=f"{need} bytes for {shape}", found=found)
+            return np.memmap(file, kind, "r", start, shape) if size > start else np.empty(shape, kind)
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
-    head = stored[: 4 + 4 * 255].tobytes()
+
+
+def _idx_header(path: Path, head: bytes) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
+    """Where the items begin, and shape and type of the array."""
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _IDX_TYPES:
         raise InputError(f"{path} is not an IDX file", expected="bytes 00 00, a type and a rank", found=head[:4].hex())
     start = 4 + 4 * head[3]
     if len(head) < start:
         raise InputError(f"{path} is cut or damaged", expected=f"{start} bytes of header", found=len(head))
     shape = tuple(np.frombuffer(head[4:start], ">u4").tolist())
-    kind = np.dtype(_IDX_TYPES[head[2]])
-    need = start + int(np.prod(shape, dtype=object)) * kind.itemsize
-    if len(stored) != need:
-        raise InputError(f"{path} is cut or damaged", expected=f"{need} bytes for {shape}", found=len(stored))
-    return stored[start:].view(kind).reshape(shape)
+    return start, shape, np.dtype(_IDX_TYPES[head[2]])
+
+
+def _blocks(stream: IO[bytes] | gzip.GzipFile, most: int) -> Iterator[bytes]:
+    """The next ``most`` bytes, or those that there are."""
+    while most > 0 and (block := stream.read(min(most, 1 << 20))):
+        yield block
+        most -= len(block)
+
+
+def _unpacked(blocks: Iterable[bytes], stack: ExitStack) -> IO[bytes]:
+    """A temporary file without a name that holds the blocks. ``stack`` closes it; what is mapped from it stays."""
+    file: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - closed by the stack
+    for block in blocks:
+        file.write(block)
+    file.flush()
+    return file
 
 
 def open_npz(file: Path, layout: str | None, channel_order: str) -> Arrays:
@@ -141,40 +170,34 @@ def open_npz(file: Path, layout: str | None, channel_order: str) -> Arrays:
     return Arrays([file], images, _checked_labels(labels, len(images), f"{file}: 'labels'"))
 
 
-def _mapped(file: Path, member: str) -> NDArray[Any] | None:
-    """A member of a .npz file that was stored without compression, mapped and not read; None where it cannot be.
+def _mapped(path: Path, member: str) -> NDArray[Any] | None:
+    """A member of a .npz file, mapped and not held in memory; None where NumPy's own reader says what is wrong.
 
-    Raises :class:`InputError` if its bytes are not those of its checksum.
+    Raises :class:`zipfile.BadZipFile` if its bytes are not those of its checksum.
     """
-    with zipfile.ZipFile(file) as archive, open(file, "rb") as stream:
+    with ExitStack() as stack:
+        archive = stack.enter_context(zipfile.ZipFile(path))
         about = archive.getinfo(member)
-        if about.compress_type != zipfile.ZIP_STORED:
-            return None
-        stream.seek(about.header_offset)
-        head = stream.read(_LOCAL_HEADER)
-        start = stream.tell() + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
-        if start + about.file_size > os.fstat(stream.fileno()).st_size:
-            raise InputError(f"{file} is cut", expected=f"{about.file_size} bytes of {member}")
-        stream.seek(start)
-        version = np.lib.format.read_magic(stream)
+        file: IO[bytes] = stack.enter_context(open(path, "rb"))
+        with archive.open(about) as stream:
+            blocks = _blocks(stream, about.file_size + 1)  # zipfile compares the checksum at the end
+            if about.compress_type == zipfile.ZIP_STORED:
+                deque(blocks, maxlen=0)
+                file.seek(about.header_offset)
+                head = file.read(_LOCAL_HEADER)
+                start = file.tell() + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+            else:
+                file, start = _unpacked(blocks, stack), 0
+        file.seek(start)
+        version = np.lib.format.read_magic(file)
         if version not in ((1, 0), (2, 0)):
             return None
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, by_columns, kind = read(stream)
-        begin = stream.tell()
+        shape, by_columns, kind = read(file)
         nbytes = math.prod(shape) * kind.itemsize
-        if kind.hasobject or not nbytes or begin + nbytes != start + about.file_size:
-            return None  # NumPy's own reader says what is wrong
-        crc = 0
-        stream.seek(start)
-        left = about.file_size
-        while left:
-            block = stream.read(min(left, 1 << 20))
-            crc = zlib.crc32(block, crc)
-            left -= len(block)
-        if crc != about.CRC:
-            raise InputError(f"{file} is damaged: the checksum of {member} is another")
-    return np.memmap(file, kind, "r", begin, shape, "F" if by_columns else "C")
+        if kind.hasobject or not nbytes or file.tell() + nbytes != start + about.file_size:
+            return None
+        return np.memmap(file, kind, "r", file.tell(), shape, "F" if by_columns else "C")
 
 
 def _guessed_layout(shape: tuple[int, ...], name: str) -> str:

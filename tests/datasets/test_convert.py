@@ -12,7 +12,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from datasets import convert_inputs, datum, decode, writer
+from datasets import convert_arrays, convert_inputs, datum, decode, writer
 from datasets.manifest import damaged, read_manifest
 from datasets.order import Order
 from datasets.source import open_source
@@ -328,3 +328,25 @@ def test_help_tells_the_keys_and_the_options(kind: str, capsys) -> None:
     assert "Keys: %08d" in " ".join(told.split())
     assert "--shuffle SEED|off" in told
     assert ("--resize" in told) == (kind not in ("idx", "npz"))
+
+
+def test_a_gzip_file_that_never_ends_is_unpacked_no_further_than_its_header_tells(tmp_path: Path) -> None:
+    (tmp_path / "images").write_bytes(gzip.compress(idx((2, 1, 2), b"abcd") + bytes(1 << 28), 1, mtime=0))
+    (tmp_path / "labels").write_bytes(idx((2,), b"ab"))
+    with pytest.raises(
+        convert_inputs.InputError, match=r"cut or damaged(.|\n)*expected: 20 bytes(.|\n)*found:    more"
+    ):
+        run("idx", tmp_path / "images", tmp_path / "out")
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_large_arrays_are_mapped_and_not_held_in_memory(tmp_path: Path, compressed: bool) -> None:
+    images = np.arange(60 * 20 * 20, dtype=np.uint32).astype(np.uint8).reshape(60, 20, 20)
+    (np.savez_compressed if compressed else np.savez)(tmp_path / "in.npz", images=images, labels=np.arange(60))
+    opened = convert_arrays.open_npz(tmp_path / "in.npz", None, "bgr")
+    base: object = opened.images
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+    assert isinstance(base, np.memmap)
+    assert np.array_equal(opened.images[:, 0], images)
+    assert isinstance(convert_arrays.read_idx(IDX), np.memmap)
