@@ -124,7 +124,7 @@ def _column(path: Path, schema: Any, name: str | None, usual: tuple[str, ...], k
             return candidate
     raise InputError(
         f"{path} has no column '{name}'" if name is not None else f"{path} has no column that looks like the {kind}",
-        expected=f"a column named {', '.join(usual)}" if usual else None,
+        expected=f"a column named {', '.join(usual)}" if name is None else None,
         found=", ".join(f"{field.name} ({field.type})" for field in list(schema)[:20]),
         hint=f"--{kind}-column NAME",
     )

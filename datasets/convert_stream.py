@@ -175,7 +175,8 @@ def index(stream: SampleStream, folder: Path, *, skip: bool, progress: Callable[
     """
     if not (folder / "index").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        problems = Problems(stream.files[0].parent, hint="--on-error skip leaves them out (exit code 1)")
+        more = f" and {len(stream.files) - 1} more files" if stream.files[1:] else ""
+        problems = Problems(f"{stream.files[0]}{more}", hint="--on-error skip leaves them out (exit code 1)")
         with open(folder / "data", "wb") as data, open(folder / "texts", "wb") as texts:
             with open(folder / "index.part", "wb") as entries:
                 for number, sample in enumerate(stream.samples()):
@@ -245,12 +246,12 @@ def expand(sources: Sequence[str], endings: tuple[str, ...]) -> list[Path]:
                 found = [Path(entry) for entry in sorted(glob.glob(name))]
             files += found
             if not found:
-                missing.append(name)
+                missing.append(f"in the folder {name}" if path.is_dir() else f"at {name}")
     if missing:
         raise InputError(
-            f"{len(missing)} of the source's files do not exist" if files else "the source does not exist",
+            f"{len(missing)} of the source's files do not exist" if files else "the source does not exist or is empty",
             expected=f"files or folders of files that end in {' or '.join(endings)}",
-            found="nothing at " + ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else ""),
+            found="nothing " + ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else ""),
         )
     unique = list(dict.fromkeys(files))
     if len(unique) < len(files):

@@ -148,6 +148,11 @@ def test_files_that_are_cut_or_no_parquet_or_not_there(tmp_path: Path) -> None:
             run("parquet", file, tmp_path / "out")
     with pytest.raises(convert_inputs.InputError, match="the source does not exist"):
         run("parquet", tmp_path / "nothing.parquet", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        convert_inputs.InputError, match=r"does not exist or is empty(.|\n)*nothing in the folder .*empty"
+    ):
+        run("parquet", tmp_path / "empty", tmp_path / "out")
     with pytest.raises(convert_inputs.InputError, match="2 of the source's files do not exist"):
         run("parquet", file, str(tmp_path / "in-{0..1}.parquet"), tmp_path / "out")
     with pytest.raises(convert_inputs.InputError, match="more than once"):
