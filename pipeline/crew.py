@@ -101,6 +101,8 @@ class Crew:
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers that have entered the ring and have not ended."""
+        for member in self._members:
+            self._meet(member)
         return [member.process.pid for member in self._members if member.process is not None]
 
     @property
