@@ -224,7 +224,7 @@ class Feed:
     def close(self) -> None:
         """End all workers and give the memory back. Idempotent. Batches still held are given back."""
         self._closed = True
-        self._last = None
+        self._last = self._failed = None  # an error's traceback holds arrays of the ring
         if self._tally is not None:
             self._tally.close()
         engine, self._engine = self._engine, None

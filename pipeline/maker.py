@@ -230,10 +230,11 @@ class BatchMaker:
         images: list[Any] = []
         labels: list[Any] = []
         failed: dict[int, StallscopeError] = {}
+        sample = self._sample
         with recorder.span(Stage.DECODE, items=count, **tags) as span:
             for record in records:
                 try:
-                    image, label = self._sample(record)
+                    image, label = sample(record)
                 except RECORD_ERRORS as error:
                     if self._stops:
                         error.hint = error.hint or _TRY

@@ -79,7 +79,7 @@ def check_label(label: Any, width: int, where: object) -> None:
     if found != width:
         names = ["one int32" if size == 0 else f"{size} float32" for size in (width, found)]
         raise LabelError(
-            f"the label of {where} is of another kind than that of record 0", expected=names[0], found=names[1]
+            f"the label of {where} is of another kind than that of the first record", expected=names[0], found=names[1]
         )
 
 

@@ -173,7 +173,7 @@ def test_float_labels_beside_pixels() -> None:
     ("bad", "error", "text"),
     [
         (pixels(label=None), LabelError, "has no label"),
-        (pixels(label=None, float_data=[1.0]), LabelError, "of another kind than that of record 0"),
+        (pixels(label=None, float_data=[1.0]), LabelError, "of another kind than that of the first record"),
         (pixels(height=5), TransformError, "another size"),
         (pixels(channels=3), TransformError, "another number of channels"),
         (b"\xff\xff\xff", StallscopeError, "not a Datum"),
