@@ -64,6 +64,7 @@ def open_idx(images: Path, labels: Path | None) -> Arrays:
 
     The labels' file is found by MNIST's naming (``…-images-idx3-ubyte`` and ``…-labels-idx1-ubyte``) if not given.
     """
+    _check_there(images)
     if labels is None:
         labels = images.with_name(images.name.replace("images", "labels").replace("idx3", "idx1"))
         if labels == images or not labels.is_file():
@@ -130,13 +131,19 @@ def _unpacked(blocks: Iterable[bytes], stack: ExitStack) -> IO[bytes]:
     return file
 
 
+def _check_there(file: Path) -> None:
+    if not file.is_file():
+        raise InputError(f"there is no file {file}", found="a folder" if file.is_dir() else "nothing there")
+
+
 def open_npz(file: Path, layout: str | None, channel_order: str) -> Arrays:
     """Arrays ``images`` (uint8[N, H, W], [N, C, H, W] or [N, H, W, C]) and ``labels`` (int[N]) of a .npz file.
 
     layout: ``nchw`` or ``nhwc``; needed where the shape leaves it open. channel_order: ``rgb`` is turned into ``bgr``.
     """
+    _check_there(file)
     try:
-        if not zipfile.is_zipfile(file) and file.is_file():
+        if not zipfile.is_zipfile(file):
             raise InputError(f"{file} is not a .npz file, or it is cut", hint="numpy.savez writes such files")
         with np.load(file, allow_pickle=False) as archive:
             missing = {"images", "labels"} - set(archive.files)

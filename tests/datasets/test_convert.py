@@ -350,3 +350,15 @@ def test_large_arrays_are_mapped_and_not_held_in_memory(tmp_path: Path, compress
     assert isinstance(base, np.memmap)
     assert np.array_equal(opened.images[:, 0], images)
     assert isinstance(convert_arrays.read_idx(IDX), np.memmap)
+
+
+@pytest.mark.parametrize("kind", ["npz", "idx", "list", "images", "parquet", "tar"])
+def test_a_source_that_is_not_there_is_said_to_be_missing(kind: str, tmp_path: Path) -> None:
+    from datasets.convert import main
+
+    with pytest.raises(UsageError) as caught:
+        main([kind, str(tmp_path / "nowhere"), str(tmp_path / "out")])
+    text = str(caught.value)
+    assert "nowhere" in text
+    assert "Errno" not in text
+    assert not (tmp_path / "out").exists()
