@@ -356,7 +356,7 @@ def test_large_arrays_are_mapped_and_not_held_in_memory(tmp_path: Path, compress
 def test_a_source_that_is_not_there_is_said_to_be_missing(kind: str, tmp_path: Path) -> None:
     from datasets.convert import main
 
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(convert_inputs.InputError) as caught:
         main([kind, str(tmp_path / "nowhere"), str(tmp_path / "out")])
     text = str(caught.value)
     assert "nowhere" in text
