@@ -31,7 +31,7 @@ data/mnist_%_lmdb: data/mnist_%.npz
 
 demo: $(READY) data/mnist_train_lmdb data/mnist_test_lmdb
 	$(PY) -m pipeline.train examples/lenet_mnist.yaml --run.if_exists replace
-	$(PY) -m profiler.report runs/lenet --html runs/lenet/report.html --json runs/lenet/report.json --trace runs/lenet/trace.json
+	$(PY) -m profiler.report runs/lenet --quiet --html runs/lenet/report.html --json runs/lenet/report.json --trace runs/lenet/trace.json
 
 test: $(READY)
 	$(PYTEST) -m "not gpu and not long and not oracle"

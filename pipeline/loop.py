@@ -29,14 +29,16 @@ def train(job: Job) -> None:
             with record.span(Stage.HOST, step=step):
                 upload = device.upload(job.inputs(batch), step=step, epoch=batch.epoch, slot=batch.slot)
                 upload.wait()  # the device records how long: Stage.H2D
-                job.fingerprint_inputs(batch, upload.arrays)
+                with record.span(Stage.HOST, step=step, flags=Flag.PROFILER):
+                    job.fingerprint_inputs(batch, upload.arrays)
                 batch.release()  # its slot may be filled again: the device has its own copy
 
             with record.span(Stage.COMPUTE, step=step), device.compute(step=step, epoch=batch.epoch):
                 loss = solver.step_on(upload.arrays, epoch=batch.epoch)
 
-            with record.span(Stage.HOST, step=step):
+            with record.span(Stage.HOST, step=step, flags=Flag.PROFILER):
                 job.fingerprint_outcome(loss)
+            with record.span(Stage.HOST, step=step):
                 job.show(whole.items, loss)
             job.step = step + 1
             if job.snapshot_is_due():

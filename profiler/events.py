@@ -93,6 +93,7 @@ class Flag(IntEnum):
     INLINE = 4  # made by the consumer's own thread
     REDO = 8  # made again after a worker was lost
     TEST_PHASE = 16
+    PROFILER = 32  # work of the loop that is the profiler's own: fingerprints, record numbers
 
 
 EVENT = np.dtype(

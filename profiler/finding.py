@@ -8,15 +8,19 @@ from typing import Any
 from profiler.cli import finite
 
 SCHEMA = 1
+NO_STALL = 0.02
+"""A stall of less than this share of the wall time is none."""
 
 
 @dataclass(frozen=True)
 class StallCause:
     """One cause of the stall. ``share`` is of the whole stall (all shares add up to 1), ``gain_alone_s`` what the run
-    would have been shorter by with this cause alone removed, ``ci95_s`` of ``seconds`` (None: too few steps to say)."""
+    would have been shorter by with this cause alone removed, ``ci95_s`` of ``seconds`` (None: too few steps to say).
+    ``side``: what the time went to: "data" (waiting for it), "loop" (the loop itself), "profiler" (its work there)."""
 
     where: str
     why: str
+    side: str
     seconds: float
     share: float
     ci95_s: tuple[float, float] | None
@@ -27,7 +31,7 @@ class StallCause:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "where": self.where, "why": self.why, "seconds": self.seconds, "share": self.share,
+            "where": self.where, "why": self.why, "side": self.side, "seconds": self.seconds, "share": self.share,
             "ci95": None if self.ci95_s is None else list(self.ci95_s), "gain_alone": self.gain_alone_s,
             "evidence": self.evidence, "remedy": self.remedy, "text": self.text,
         }  # fmt: skip
@@ -68,6 +72,16 @@ class Report:
     coverage: dict[str, Any]
     findings: tuple[Finding, ...] = ()
     faults: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def first(self) -> StallCause | None:
+        """The cause to do something about first: the largest; where the feed starved the loop, the largest of that."""
+        steady = [cause for cause in self.stalls if cause.why != "cold_start"]
+        data = [cause for cause in steady if cause.side == "data"]
+        waited = sum(self.partition.get(part, 0.0) for part in ("feed_wait", "h2d"))
+        if data and waited >= NO_STALL * self.wall_s:
+            return next((cause for cause in data if cause.where != "unknown" or cause.why == "fault"), data[0])
+        return next(iter(self.stalls), None)
 
     def to_json(self) -> dict[str, Any]:
         """The document of ``--json``: schema 1, no NaN in it."""

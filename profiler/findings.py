@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from profiler.events import Kind, Stage
+from profiler.events import Flag, Kind, Stage
 from profiler.finding import Finding
 from profiler.stalls import Attribution
 from profiler.store import Run
@@ -34,13 +34,25 @@ def fault_counts(notes: Iterable[dict[str, Any]]) -> dict[str, int]:
     return counts
 
 
-def overhead(notes: Iterable[dict[str, Any]], wall_s: float) -> dict[str, Any]:
-    """What recording cost the trainer: seconds and share of the steps' time; None with a reason if it never said."""
-    closed = [note for note in notes if note.get("note") == "closed" and note.get("actor") in (0, "0")]
-    if not closed:
-        return {"seconds": None, "share": None, "reason": "the trainer's recorder was not closed"}
-    seconds = sum(float(note.get("overhead_ns", 0)) for note in closed) / 1e9
-    return {"seconds": seconds, "share": seconds / wall_s if wall_s else None, "reason": None}
+def overhead(run: Run, timeline: Timeline) -> dict[str, Any]:
+    """What the profiler cost the trainer: seconds and share of the steps' time, each None with a reason if not told.
+
+    ``seconds``, ``share``: recording itself; ``fingerprints_*``: making fingerprints between the steps' compute.
+    """
+    wall_s = float(timeline.wall_ns.sum()) / 1e9
+    closed = [note for note in run.notes if note.get("note") == "closed" and note.get("actor") in (0, "0")]
+    seconds = sum(float(note.get("overhead_ns", 0)) for note in closed) / 1e9 if closed else None
+    tree = timeline.nesting
+    own = (tree.events["flags"] & Flag.PROFILER > 0) & (timeline.row >= 0)
+    hashing = float(tree.own_ns[own].sum()) / 1e9 if own.any() else None
+    untold = "the record does not tell them from the loop's display" if run.fingerprints.num_rows else "there are none"
+    share = [None if cost is None or not wall_s else cost / wall_s for cost in (seconds, hashing)]
+    return {
+        "seconds": seconds, "share": share[0],
+        "reason": None if closed else "the trainer's recorder was not closed",
+        "fingerprints_seconds": hashing, "fingerprints_share": share[1],
+        "fingerprints_reason": None if own.any() else untold,
+    }  # fmt: skip
 
 
 def outcome(run: Run) -> str:

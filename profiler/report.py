@@ -6,20 +6,22 @@ write it down. The answer comes first, in one sentence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from profiler import advice, cli, correlate, findings, store
+from profiler import advice, cli, correlate, findings, store, streams
 from profiler.errors import StallscopeError
 from profiler.events import PARTITION
-from profiler.finding import Report
-from profiler.stalls import NO_STALL, Attribution, attribute
+from profiler.finding import NO_STALL, Report, StallCause
+from profiler.stalls import Attribution, attribute
 from profiler.timeline import PART, Timeline, lanes
 from profiler.timeline import build as build_timeline
+
+_MAX_RECORDS_FILE = 64 << 20  # bytes: a longer list of record numbers is left to the reader
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def analyse(run: store.Run) -> Analysis:
     config = run.manifest.get("config") or {}
     attribution = attribute(
         timeline, events, depth=_number(config, "feed", "depth"), lost_steps=findings.lost_steps(run.notes),
-        cores=_number(run.manifest.get("environment") or {}, "cpu", "usable"),
+        setting=_setting(run),
     )  # fmt: skip
     return Analysis(run, events, names, timeline, attribution, _report(run, events, timeline, attribution, config))
 
@@ -89,6 +91,32 @@ def _write(analysis: Analysis, files: dict[str, Path]) -> dict[str, str]:
     return remarks
 
 
+def _setting(run: store.Run) -> advice.Setting:
+    """What advice for this run has to fit."""
+    data = (run.manifest.get("data") or {}).values()
+    return advice.Setting(
+        loop=(run.manifest.get("job") or {}).get("type") == "loop",
+        cores=_number(run.manifest.get("environment") or {}, "cpu", "usable"),
+        owner=any(isinstance(source, dict) and source.get("backend") == "leveldb" for source in data),
+        fingerprints=bool(run.fingerprints.num_rows),
+        records=lambda steps: _record_numbers(Path(run.folder), steps),
+    )
+
+
+def _record_numbers(folder: Path, steps: Collection[int]) -> dict[int, list[int]]:
+    """The record numbers of some steps from RUN/records/; none where it has none or is too large to look through."""
+    found: dict[int, list[int]] = {}
+    for path in sorted((folder / "records").glob("ids-*.arrows")):
+        if path.stat().st_size > _MAX_RECORDS_FILE:
+            continue
+        table, _identity, _problem, _whole = streams.read_stream(path)
+        if table is None or not {"step", "ids"} <= set(table.column_names):
+            continue
+        for row in np.flatnonzero(np.isin(table.column("step").to_numpy(), list(steps))).tolist():
+            found[int(table.column("step")[row].as_py())] = table.column("ids")[row].as_py()
+    return found
+
+
 def _number(document: dict[str, Any], *path: str) -> int | None:
     value: Any = document
     for key in path:
@@ -125,7 +153,7 @@ def _report(
         slack=attribution.slack,
         replay_error=attribution.replay_error,
         correlation=correlate.feed_and_steps(timeline, attribution.models),
-        overhead=findings.overhead(run.notes, float(wall.sum()) / 1e9),
+        overhead=findings.overhead(run, timeline),
         coverage=_coverage(timeline, attribution),
         findings=findings.collect(run, events, timeline, attribution),
         faults=findings.fault_counts(run.notes),
@@ -163,7 +191,7 @@ def _coverage(timeline: Timeline, attribution: Attribution) -> dict[str, Any]:
 
 
 def headline(timeline: Timeline, attribution: Attribution) -> str:
-    """The answer in one sentence."""
+    """The answer in a sentence: whether steps waited for data and why; then what the loop itself cost, if it counts."""
     n = len(timeline)
     if not n:
         return "No training step was recorded, so there is nothing to say about stalls."
@@ -171,26 +199,37 @@ def headline(timeline: Timeline, attribution: Attribution) -> str:
     if not rows.any():
         rows = np.ones(n, bool)
     wall = float(timeline.wall_ns[rows].mean()) / 1e6
-    stall = float(timeline.stall_ns[rows].mean()) / 1e6
-    wait = float(timeline.parts_ns[rows, PART["feed_wait"]].mean()) / 1e6
-    cold = float(timeline.stall_ns[timeline.first].sum()) / 1e9
-    start = f"; only the start was slow ({cold:.1f} s in the first step)" if attribution.cold_stall else ""
-    if not attribution.steady_stall:
-        share = f"{100 * stall / wall:.1f} %" if stall / wall >= 0.001 else "0.1 % or less"
-        return f"The accelerator was never starved: of {wall:.1f} ms a step, {share} was not compute{start}."
-    warm = [c for c in attribution.causes if c.why != "cold_start"] or list(attribution.causes)
-    total = sum(cause.seconds for cause in warm)
+    wait = float(timeline.parts_ns[rows][:, [PART["feed_wait"], PART["h2d"]]].sum(axis=1).mean()) / 1e6
+    own = float(timeline.stall_ns[rows].mean()) / 1e6 - wait
+    share = wait / wall if wall else 0.0
+    warm = [cause for cause in attribution.causes if cause.why != "cold_start"] or list(attribution.causes)
+    data = [cause for cause in warm if cause.side == "data"]
+    if share >= NO_STALL:
+        reason = _REASONS[data[0].why] if data else ""
+        answer = f"Steps waited {wait:.1f} ms of {wall:.1f} ms for data{_made_of(data)}{reason}."
+    else:
+        said = f"{100 * share:.1f} %" if share >= 0.001 else "0.1 % or less"
+        cold = float(timeline.stall_ns[timeline.first].sum()) / 1e9
+        start = f"; only the start was slow ({cold:.1f} s in the first step)" if attribution.cold_stall else ""
+        answer = f"The accelerator was never starved: {said} of the time was spent waiting for data{start}."
+    if own < NO_STALL * wall:
+        return answer
+    if not timeline.parts_ns[rows, PART["compute"]].any():
+        return f"{answer} What the loop did in the other {wall - wait:.1f} ms of {wall:.1f} ms a step is not recorded."
+    causes = _made_of([cause for cause in warm if cause.side != "data"])
+    return f"{answer} The loop itself cost {own:.1f} ms of {wall:.1f} ms a step{causes}."
+
+
+def _made_of(causes: list[StallCause]) -> str:
+    """``: name share, ...`` of the largest of these causes; empty without any."""
     places: dict[str, float] = {}
-    for cause in warm:
-        place = advice.label(cause.where, cause.why)
-        places[place] = places.get(place, 0.0) + cause.seconds / total
+    for cause in causes:
+        place = advice.label(cause.where, cause.why, cause.side)
+        places[place] = places.get(place, 0.0) + cause.seconds
+    total = sum(places.values())
     top = sorted(places.items(), key=lambda item: -item[1])[:3]
-    parts = ", ".join(f"{name} {100 * share:.0f} %" for name, share in top if share >= 0.05)
-    reason = _REASONS[warm[0].why]
-    if wait >= 0.5 * stall:
-        return f"Steps waited {wait:.1f} ms of {wall:.1f} ms for data: {parts}{reason}."
-    data = "though data was ready in time" if wait < NO_STALL * wall else f"{wait:.1f} ms of it waiting for data"
-    return f"Steps lost {stall:.1f} ms of {wall:.1f} ms outside compute, {data}: {parts}."
+    parts = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in top if part >= 0.05 * total)
+    return f": {parts}" if parts else ""
 
 
 _REASONS = {
@@ -215,11 +254,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("trace", "trace for Perfetto"),
     ):
         parser.add_argument(f"--{kind}", metavar="F", type=Path, help=f"write the report as a {what}")
+    parser.add_argument("--quiet", action="store_true", help="write the files and print only where they are")
     arguments = parser.parse_args(argv)
     analysis = analyse(store.load_run(arguments.run))
     files = {kind: path for kind in ("html", "json", "trace") if (path := getattr(arguments, kind)) is not None}
     remarks = _write(analysis, files)
-    terminal.show(analysis.report, files, remarks)
+    terminal.show(None if arguments.quiet else analysis.report, files, remarks)
     return cli.EXIT_OK
 
 

@@ -3,7 +3,8 @@
 The replay (:mod:`profiler.replay`) is driven by these numbers, and blame is given to what owns them. A *cause* is a
 column of every matrix here. Most have the name of a place in ``events.WHERE``; three are not services of a stage:
 ``startup`` (workers not ready when the loop began), ``fault`` (time lost with a worker) and ``handoff`` (a slot was
-free, or a batch ready, and the other side had not noticed yet).
+free, or a batch ready, and the other side had not noticed yet). Three more keep the trainer's own time apart from
+the feed's: ``unattributed``, ``trainer_gc`` and ``profiler`` (fingerprints); ``PLACE`` says where reports put them.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ from profiler.timeline import PART, Nesting, Timeline, is_span, nest, resolve_op
 
 CAUSES = (
     "storage", "read", "decode", "augment", "collate", "transfer", "h2d", "sync", "cpu_contention", "gc",
-    "alloc", "host", "checkpoint", "unknown", "startup", "fault", "handoff",
+    "alloc", "host", "checkpoint", "unknown", "startup", "fault", "handoff", "unattributed", "trainer_gc", "profiler",
 )  # fmt: skip
 CAUSE = {name: index for index, name in enumerate(CAUSES)}
+PLACE = {"unattributed": "unknown", "trainer_gc": "gc", "profiler": "host"}
+SIDE = {
+    **dict.fromkeys(("sync", "alloc", "host", "checkpoint", "unattributed", "trainer_gc"), "loop"),
+    "profiler": "profiler",
+}
+"""Whose time a cause takes: the loop's own or the profiler's in it; all others are waiting for data ("data")."""
 FEED_CAUSES = ("storage", "read", "decode", "augment", "collate", "transfer")
 _OF_STAGE = {
     Stage.READ: "read", Stage.DECODE: "decode", Stage.AUGMENT: "augment", Stage.COLLATE: "collate",
     Stage.TRANSFER: "transfer", Stage.GC: "gc", Stage.BATCH: "unknown",
 }  # fmt: skip
 _OF_PART = {
-    "h2d": "h2d", "sync": "sync", "host": "host", "checkpoint": "checkpoint", "alloc": "alloc", "gc": "gc",
-    "unattributed": "unknown",
+    "h2d": "h2d", "sync": "sync", "host": "host", "checkpoint": "checkpoint", "alloc": "alloc", "gc": "trainer_gc",
+    "unattributed": "unattributed",
 }  # fmt: skip
 _LATE_NS = 1_000_000  # a batch "ready" up to this much after it was taken is a clock reading, not another batch
 _BIG = 1 << 62
@@ -97,12 +104,16 @@ class Model:
     def workers(self) -> int:
         return len(self.start_ns)
 
+    def per_step_ns(self) -> np.ndarray:
+        """float64[n, len(CAUSES)]: service time of each step; a worker's start counts for the batch it began with."""
+        service = self.gap + self.make + self.pre + self.take + self.mid + self.post
+        first = np.minimum(np.arange(self.workers), len(service) - 1)
+        np.add.at(service[:, CAUSE["startup"]], first, np.maximum(self.start_ns, 0))
+        return service
+
     def total_ns(self) -> np.ndarray:
         """float64[len(CAUSES)]: all service time per cause."""
-        total = sum(m.sum(axis=0) for m in (self.gap, self.make, self.pre, self.take, self.mid, self.post))
-        total = np.asarray(total).copy()
-        total[CAUSE["startup"]] += np.maximum(self.start_ns, 0).sum()
-        return total
+        return self.per_step_ns().sum(axis=0)
 
 
 def batches(events: np.ndarray, timeline: Timeline) -> Batches:
@@ -359,13 +370,15 @@ def _trainer_parts(
     before = b <= got[i]
     weight = np.stack([before, (~before) * (1 - after), (~before) * after])
     parts = timeline.span_part[at]
+    profiler = (tree.events["flags"][at] & Flag.PROFILER) > 0
     for name, column in PART.items():
         if name == "feed_wait":
             continue
         at_part = parts == column
         if name in _OF_PART:
+            cause = np.where(profiler & (name == "host"), CAUSE["profiler"], CAUSE[_OF_PART[name]])[at_part]
             for phase in range(3):
-                np.add.at(phases[phase][:, CAUSE[_OF_PART[name]]], i[at_part], own[at_part] * weight[phase][at_part])
+                np.add.at(phases[phase], (i[at_part], cause), own[at_part] * weight[phase][at_part])
         else:
             for phase in range(3):
                 np.add.at(fixed[phase], i[at_part], own[at_part] * weight[phase][at_part])
@@ -377,9 +390,9 @@ def _trainer_parts(
     hidden = np.minimum(np.maximum(missing[0] - unattributed, 0), timeline.parts_ns[rows, PART["compute"]])
     fixed[0] += hidden
     missing[0] -= hidden
-    phases[:, :, CAUSE["unknown"]] += missing
+    phases[:, :, CAUSE["unattributed"]] += missing
     for phase in range(3):  # a span across a border is split by proportion, so a remainder may be negative
-        negative = np.minimum(phases[phase][:, CAUSE["unknown"]], 0)
-        phases[phase][:, CAUSE["unknown"]] -= negative
+        negative = np.minimum(phases[phase][:, CAUSE["unattributed"]], 0)
+        phases[phase][:, CAUSE["unattributed"]] -= negative
         fixed[phase] += np.maximum(negative, -fixed[phase])
     return phases[0], phases[1], phases[2], fixed, lag

@@ -16,13 +16,11 @@ import numpy as np
 
 from profiler import advice
 from profiler.events import Flag, Stage
-from profiler.finding import StallCause
+from profiler.finding import NO_STALL, StallCause
 from profiler.replay import Variants, recorded, removed_alone, replay, subsets
-from profiler.services import CAUSE, CAUSES, FEED_CAUSES, Batches, Model, batches, models
+from profiler.services import CAUSE, CAUSES, FEED_CAUSES, PLACE, SIDE, Batches, Model, batches, models
 from profiler.timeline import Timeline
 
-NO_STALL = 0.02
-"""A stall of less than this share of the wall time is none."""
 MAX_CAUSES = 10
 _SMALL = 0.01  # of the stall: causes below are folded into others
 _STRAGGLER = 2.0  # times the median
@@ -63,12 +61,12 @@ def shapley_weights(k: int) -> np.ndarray:
 
 def attribute(
     timeline: Timeline, events: np.ndarray, *, depth: int | None = None, lost_steps: Collection[int] = (),
-    cores: int | None = None,
+    setting: advice.Setting | None = None,
 ) -> Attribution:  # fmt: skip
     """Blame every stalled second of a run.
 
     ``events``: EVENT[n] of all processes; ``depth``: the ring's; ``lost_steps``: steps whose worker died while making
-    them; ``cores`` of the host, for the advice.
+    them; ``setting``: what the advice has to fit.
     """
     made = batches(events, timeline)
     n = len(timeline)
@@ -86,7 +84,7 @@ def attribute(
     for model in parts:
         lengths, ends = replay(model, variants, weights)
         totals += ends
-        blame[model.rows] = _spread(lengths, groups, model.total_ns())
+        blame[model.rows] = _spread(lengths, groups, model.per_step_ns())
         lengths, ends = replay(model, removed_alone(["fault", *players]))
         alone += ends[[0, *range(2, len(players) + 2)]]
         blame[model.rows, CAUSE["fault"]] = lengths[:, 0] - lengths[:, 1]
@@ -100,7 +98,7 @@ def attribute(
     blame = _normalise(blame, stall, cold, keep_cold or keep_steady, keep_steady)
     why = _why(timeline, parts, made, blame)
     gains = {name: max(0.0, float(alone[0] - total)) / 1e9 for name, total in zip(players, alone[1:], strict=True)}
-    causes = _causes(timeline, parts, made, blame, why, gains, cores)
+    causes = _causes(timeline, parts, made, blame, why, gains, setting or advice.Setting())
     return Attribution(
         stall_s=float(blame.sum()) / 1e9, causes=causes,
         fix_together=_together(totals, groups, float(blame.sum()), float(measured)),
@@ -122,14 +120,24 @@ def _players(parts: list[Model], wall_ns: float) -> tuple[list[str], list[list[s
     return present, [[name] for name in large] + ([small] if small else [])
 
 
-def _spread(values: np.ndarray, groups: list[list[str]], total_ns: np.ndarray) -> np.ndarray:
-    """Blame per group -> per cause; inside a group in proportion to the services."""
+def _spread(values: np.ndarray, groups: list[list[str]], service_ns: np.ndarray) -> np.ndarray:
+    """Blame per step and group -> per cause; inside a group in proportion to the step's own services of its causes.
+
+    A step that is late for what an earlier one did has no such services: its blame is booked at that earlier step.
+    """
     out = np.zeros((len(values), len(CAUSES)))
     for j, group in enumerate(groups):
-        size = np.array([total_ns[CAUSE[name]] for name in group])
-        share = size / size.sum() if size.sum() > 0 else np.full(len(group), 1 / len(group))
-        for name, part in zip(group, share, strict=True):
-            out[:, CAUSE[name]] = values[:, j] * part
+        columns = [CAUSE[name] for name in group]
+        size = service_ns[:, columns]
+        total = size.sum(axis=1)
+        busy = np.flatnonzero(total > 0)
+        if len(group) == 1 or not len(busy):
+            out[:, columns] = values[:, [j]] / len(group)
+            continue
+        home = busy[np.maximum(np.searchsorted(busy, np.arange(len(values)), side="right") - 1, 0)]
+        booked = np.zeros(len(values))
+        np.add.at(booked, home, values[:, j])
+        out[:, columns] = (booked / np.where(total > 0, total, 1))[:, None] * size
     return out
 
 
@@ -212,15 +220,16 @@ def _why(timeline: Timeline, parts: list[Model], made: Batches, blame: np.ndarra
 
 def _causes(
     timeline: Timeline, parts: list[Model], made: Batches, blame: np.ndarray, why: dict[str, np.ndarray],
-    gains: dict[str, float], cores: int | None,
+    gains: dict[str, float], setting: advice.Setting,
 ) -> tuple[StallCause, ...]:  # fmt: skip
     total = blame.sum()
     if total <= 0:
         return ()
-    columns: dict[tuple[str, str], np.ndarray] = {}
-    gain: dict[tuple[str, str], float] = {}
+    columns: dict[advice.Key, np.ndarray] = {}
+    gain: dict[advice.Key, float] = {}
 
-    def put(key: tuple[str, str], column: np.ndarray, alone: float) -> None:
+    def put(where: str, why: str, column: np.ndarray, alone: float) -> None:
+        key = advice.Key(where, why, side)
         columns[key] = columns.get(key, 0.0) + column
         gain[key] = gain.get(key, 0.0) + alone
 
@@ -230,60 +239,53 @@ def _causes(
         column = blame[:, CAUSE[name]]
         if column.sum() <= 0:
             continue
-        alone = gains.get(name, 0.0)
+        alone, side = gains.get(name, 0.0), SIDE.get(name, "data")
         if name == "startup":
-            put(("unknown", "cold_start"), column, alone)
+            put("unknown", "cold_start", column, alone)
         elif name == "fault":
-            put(("unknown", "fault"), column, alone)
+            put("unknown", "fault", column, alone)
         elif name == "handoff":
             contended = queued > 0.05 * busy
             cold = timeline.first
-            put(("cpu_contention" if contended else "unknown", "scheduling"), np.where(cold, 0, column), alone)
-            put(("unknown", "cold_start"), np.where(cold, column, 0), 0.0)
+            put("cpu_contention" if contended else "unknown", "scheduling", np.where(cold, 0, column), alone)
+            put("unknown", "cold_start", np.where(cold, column, 0), 0.0)
         elif name in _FOLLOW_FEED:
             for reason, fraction in why.items():
                 piece = column * fraction
                 if piece.sum() > 0:
-                    put((name, reason), piece, alone * piece.sum() / column.sum())
+                    put(name, reason, piece, alone * piece.sum() / column.sum())
         else:  # the trainer's own thread: no worker had a hand in it
-            cold = timeline.first
-            put((name, "throughput"), np.where(cold, 0, column), alone * column[~cold].sum() / column.sum())
-            put((name, "cold_start"), np.where(cold, column, 0), alone * column[cold].sum() / column.sum())
+            cold, where = timeline.first, PLACE.get(name, name)
+            put(where, "throughput", np.where(cold, 0, column), alone * column[~cold].sum() / column.sum())
+            put(where, "cold_start", np.where(cold, column, 0), alone * column[cold].sum() / column.sum())
     _fold(columns, gain, total)
     result = []
     # What a longer run would go on suffering from comes first, the one-off start last.
-    for key, column in sorted(columns.items(), key=lambda item: (item[0][1] == "cold_start", -item[1].sum())):
+    for key, column in sorted(columns.items(), key=lambda item: (item[0].why == "cold_start", -item[1].sum())):
         seconds = float(column.sum()) / 1e9
         if seconds <= 0:
             continue
-        evidence = advice.evidence(key, column, timeline, parts, made)
+        evidence = advice.evidence(key, column, timeline, parts, made, setting)
         result.append(
             StallCause(
-                where=key[0], why=key[1], seconds=seconds, share=float(column.sum() / total),
+                where=key.where, why=key.why, side=key.side, seconds=seconds, share=float(column.sum() / total),
                 ci95_s=_interval(column), gain_alone_s=gain[key], evidence=evidence,
-                remedy=advice.remedy(key, parts, timeline, evidence, cores if _on_cpu(made) else None),
-                text=advice.text(key),
+                remedy=advice.remedy(key, parts, timeline, evidence, setting),
+                text=advice.text(key, setting),
             )
         )  # fmt: skip
     return tuple(result)
 
 
-def _on_cpu(made: Batches) -> bool:
-    """Whether making batches keeps a core busy, so that more workers need more cores; assumed where nothing tells."""
-    return made.cpu_share is None or made.cpu_share > 0.5
-
-
-def _fold(columns: dict[tuple[str, str], np.ndarray], gain: dict[tuple[str, str], float], total: float) -> None:
-    """Fold entries too small to act on into another of the same place (else unknown), so shares still add up."""
+def _fold(columns: dict[advice.Key, np.ndarray], gain: dict[advice.Key, float], total: float) -> None:
+    """Fold entries too small to act on into another of the same place and side: never into one they are not of."""
     for key in sorted(columns, key=lambda key: columns[key].sum()):
-        if columns[key].sum() >= _SMALL * total or len(columns) == 1:
+        same = [other for other in columns if other != key and (other.where, other.side) == (key.where, key.side)]
+        if columns[key].sum() >= _SMALL * total or not same:
             continue
-        same = [other for other in columns if other != key and other[0] == key[0]]
-        home = max(same, key=lambda other: columns[other].sum()) if same else ("unknown", key[1])
-        if home == key:
-            continue
-        columns[home] = columns.get(home, 0.0) + columns.pop(key)
-        gain[home] = gain.get(home, 0.0) + gain.pop(key)
+        home = max(same, key=lambda other: columns[other].sum())
+        columns[home] = columns[home] + columns.pop(key)
+        gain[home] += gain.pop(key)
 
 
 def _interval(column: np.ndarray, draws: int = 400) -> tuple[float, float] | None:

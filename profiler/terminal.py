@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.padding import Padding
@@ -12,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from profiler.advice import label
-from profiler.finding import Report
+from profiler.finding import Report, StallCause
 
 COLOURS = {
     "compute": "#0072b2",
@@ -31,19 +32,23 @@ _LEVEL = {"fault": "bold red", "warning": "yellow", "info": "dim"}
 _WIDTH = 60
 
 
-def show(report: Report, files: Mapping[str, Path] = {}, remarks: Mapping[str, str] = {}) -> None:
-    """Print the report to standard output."""
-    _render(Console(highlight=False), report, files, remarks)
+def show(report: Report | None, files: Mapping[str, Path] = {}, remarks: Mapping[str, str] = {}) -> None:
+    """Print the report to standard output; without one, only where the files are."""
+    console = Console(highlight=False)
+    if report is not None:
+        _render(console, report)
+    _names(console, files, remarks)
 
 
 def text(report: Report, files: Mapping[str, Path] = {}, width: int = 100) -> str:
     """The same as plain text of ``width`` columns."""
     console = Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
-    _render(console, report, files, {})
+    _render(console, report)
+    _names(console, files, {})
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def _render(console: Console, report: Report, files: Mapping[str, Path], remarks: Mapping[str, str]) -> None:
+def _render(console: Console, report: Report) -> None:
     console.print(Text(report.headline, style="bold"))
     console.print(Text(_numbers(report), style="dim"))
     if report.wall_s > 0:
@@ -51,9 +56,10 @@ def _render(console: Console, report: Report, files: Mapping[str, Path], remarks
         console.print(_bar(report))
         console.print(_legend(report))
     console.print()
-    if report.stalls:
+    if first := report.first:
         console.print(_causes(report))
-        console.print(Padding(Text.assemble(("try  ", "bold green"), report.stalls[0].remedy), (0, 0, 0, 2)))
+        what = f"{label(first.where, first.why, first.side)}: "
+        console.print(Padding(Text.assemble(("try  ", "bold green"), (what, "dim"), first.remedy), (0, 0, 0, 2)))
     elif report.steps:
         console.print(Text("No stall."))
     grave = [finding for finding in report.findings if finding.level != "info"]
@@ -61,6 +67,9 @@ def _render(console: Console, report: Report, files: Mapping[str, Path], remarks
         console.print(Text.assemble((f"{finding.level:8}", _LEVEL[finding.level]), finding.text))
     if len(grave) > 6:
         console.print(Text(f"         and {len(grave) - 6} more (in the HTML and JSON reports)", style="dim"))
+
+
+def _names(console: Console, files: Mapping[str, Path], remarks: Mapping[str, str]) -> None:
     for kind, path in files.items():
         remark = f"  ({remarks[kind]})" if remarks.get(kind) else ""
         console.print(Text(f"{kind:6} {path}{remark}"), soft_wrap=True)
@@ -76,6 +85,10 @@ def _numbers(report: Report) -> str:
         parts.append(f"utilisation {100 * report.au:.1f} %")
     if report.replay_error is not None:
         parts.append(f"replay off by {100 * report.replay_error:.1f} %")
+    if report.overhead["share"] is not None:
+        hashing = report.overhead["fingerprints_share"]
+        also = f" and fingerprints {100 * hashing:.1f} %" if hashing is not None else ""
+        parts.append(f"profiler {100 * report.overhead['share']:.1f} %{also}")
     return " | ".join(parts)
 
 
@@ -108,17 +121,17 @@ def _causes(report: Report) -> Table:
     for column in ("stall", "of stall", "gain alone"):
         table.add_column(column, justify="right")
     table.add_column("")
-    warm = [cause for cause in report.stalls if cause.why != "cold_start"]
-    cold = [cause for cause in report.stalls if cause.why == "cold_start"]
-    shown = [cause for cause in warm[:6] if cause.share >= 0.01]
-    for cause in shown:
+    warm = _rows([cause for cause in report.stalls if cause.why != "cold_start"])
+    cold = _rows([cause for cause in report.stalls if cause.why == "cold_start"])
+    shown = [row for row in warm[:6] if row.share >= 0.01]
+    for row in shown:
         table.add_row(
-            label(cause.where, cause.why),
-            cause.why,
-            f"{cause.seconds:.2f} s",
-            f"{100 * cause.share:.0f} %",
-            f"{cause.gain_alone_s:.2f} s",
-            Text("▇" * max(1, round(20 * cause.share)), style=COLOURS["feed_wait"]),
+            row.label,
+            row.why,
+            f"{row.seconds:.2f} s",
+            f"{100 * row.share:.0f} %",
+            f"{row.gain_alone_s:.2f} s",
+            Text("▇" * max(1, round(20 * row.share)), style=COLOURS["feed_wait"]),
         )
     for rest, what, why in ((warm[len(shown) :], "others", ""), (cold, "start-up", "cold_start")):
         seconds, share = sum(c.seconds for c in rest), sum(c.share for c in rest)
@@ -126,3 +139,27 @@ def _causes(report: Report) -> Table:
             bar = Text("▇" * max(1, round(20 * share)), style="dim")
             table.add_row(what, why, f"{seconds:.2f} s", f"{100 * share:.0f} %", "", bar)
     return table
+
+
+class _Row(NamedTuple):
+    label: str
+    why: str
+    seconds: float
+    share: float
+    gain_alone_s: float
+
+
+def _rows(causes: list[StallCause]) -> list[_Row]:
+    """A row for each cause, the largest first; "unknown" for several reasons is one row, as it says one thing."""
+    rows: list[_Row] = []
+    unknown: list[StallCause] = []
+    for cause in causes:
+        name = label(cause.where, cause.why, cause.side)
+        if name == "unknown":
+            unknown.append(cause)
+        else:
+            rows.append(_Row(name, cause.why, cause.seconds, cause.share, cause.gain_alone_s))
+    if unknown:
+        sums = (sum(getattr(cause, name) for cause in unknown) for name in ("seconds", "share", "gain_alone_s"))
+        rows.append(_Row("unknown", ", ".join(cause.why for cause in unknown), *sums))
+    return sorted(rows, key=lambda row: -row.seconds)

