@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +14,19 @@ from gpu.backend import Backend, select_backend
 from gpu.blob import Blob
 from gpu.fillers import fill
 from gpu.layers import registry
-from gpu.layers.base import Array, Context, Layer, Scratch, Shape
+from gpu.layers.base import Array, Context, Layer, LayerError, Scratch, Shape
 from gpu.prototxt import DataLayer, PrototxtError, data_layer, filter_net, load_net
 from gpu.wiring import Graph, Node, wire
 from profiler.errors import StallscopeError, UsageError
+from profiler.osread import available_memory
 
 if TYPE_CHECKING:
     from gpu.caffemodel import CopyReport
+
+
+class ParamShapesError(LayerError):
+    """A layer has parameters of other shapes in two nets that are to share them: their inputs differ."""
+
 
 _COMPILED = ("numpy", "emulated")
 """Backends whose arrays the numba kernels can work on."""
@@ -110,6 +117,38 @@ class Net:
         self.data_layers: list[DataLayer] = [
             data_layer(layer.spec, phase) for layer in self.layers if layer.type == "Data"
         ]
+        self._backward_from_start = phase == "TRAIN" or bool(message.force_backward)
+        needed = self._needed_bytes()
+        if self.backend.name in _COMPILED and needed > (room := available_memory()):
+            # The system does not refuse it: it starts to end processes once the memory is written to.
+            raise self._no_memory(needed, f"{room / 2**30:,.2f} GiB available")
+        try:
+            self._allocate()
+        except MemoryError as error:
+            raise self._no_memory(needed, " ".join(str(error).split()) or "an allocation that failed") from error
+        if weights is not None:
+            self.copy_from(weights)
+
+    def _needed_bytes(self) -> int:
+        """Bytes of blobs, parameters and shared work space: the least that the net takes."""
+        homes = {top.home for top in _tops(self._graph)}
+        learned = [wanted.shape for layer in self.layers for wanted in layer.param_shapes]
+        counts = [math.prod(home.shape) for home in homes] + [math.prod(shape) for shape in learned]
+        if self._backward_from_start:
+            counts += [math.prod(home.shape) for home in homes if home.gradient]
+            counts += [math.prod(shape) for shape in learned]
+        return 4 * (sum(counts) + self._context.scratch.count)
+
+    def _no_memory(self, needed: int, found: str) -> StallscopeError:
+        sizes = ", ".join(f"{name} {'x'.join(map(str, self._graph.latest[name].shape))}" for name in self.inputs)
+        return StallscopeError(
+            f"no memory for net {self.name!r} in phase {self.phase}" + (f" with inputs {sizes}" if sizes else ""),
+            expected=f"at least {needed / 2**30:,.2f} GiB",
+            found=found,
+            hint="a smaller batch",
+        )
+
+    def _allocate(self) -> None:
         self._homes = {node_top.home: Blob(node_top.shape, self.xp) for node_top in _tops(self._graph)}
         self.blobs = {name: self._homes[value.home] for name, value in self._graph.latest.items()}
         self.learnable = self._make_params()
@@ -119,10 +158,8 @@ class Net:
         self._forward = [(node.layer, self._data(node.bottoms), self._data(node.tops)) for node in self._graph.nodes]
         self._losses = [(self._homes[top.home], top.loss_weight) for top in _tops(self._graph) if top.loss_weight]
         self._steps: list[_Step] | None = None
-        if phase == "TRAIN" or message.force_backward:
+        if self._backward_from_start:
             self._plan_backward()
-        if weights is not None:
-            self.copy_from(weights)
 
     @property
     def iteration(self) -> int:
@@ -212,7 +249,7 @@ class Net:
     def share_params(self, other: Net) -> None:
         """Use the parameters of ``other``, by layer name, in place of this net's own (one memory, no copies).
 
-        Layers that ``other`` lacks keep theirs. Raises StallscopeError where the shapes of two layers differ.
+        Layers that ``other`` lacks keep theirs. Raises ParamShapesError where the shapes of two layers differ.
         """
         replaced: dict[int, Blob] = {}
         for layer in self.layers:
@@ -221,7 +258,12 @@ class Net:
             if not theirs or not own:
                 continue
             if own != given:
-                raise layer.error("cannot share parameters of other shapes", expected=own, found=given)
+                raise ParamShapesError(
+                    f"layer {layer.name!r} ({layer.type}): cannot share parameters of other shapes in "
+                    f"{self.phase} and {other.phase}",
+                    expected=f"{own}, as in {self.phase}",
+                    found=f"{given} in {other.phase}",
+                )
             replaced.update({id(mine): blob for mine, blob in zip(layer.blobs, theirs, strict=True)})
         for layer in self.layers:
             layer.blobs[:] = [replaced.get(id(blob), blob) for blob in layer.blobs]

@@ -44,10 +44,14 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Found:
-    """What a folder holds: the newest usable snapshot, and a sentence for each one that was passed over."""
+    """What a folder holds: the newest usable snapshot, and a sentence for each one that was passed over.
+
+    ``damaged``: those of them that were complete once. (One without a sidecar was never finished.)
+    """
 
     snapshot: Snapshot | None
     ignored: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
 
 
 def write(folder: Path, iteration: int, solver: SnapshotWriter, position: Mapping[str, Any]) -> Snapshot:
@@ -96,6 +100,7 @@ def write(folder: Path, iteration: int, solver: SnapshotWriter, position: Mappin
 def latest(folder: Path) -> Found:
     """The usable snapshot with the most iterations in ``folder``; a folder that does not exist holds none."""
     ignored: list[str] = []
+    damaged: list[str] = []
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     seen = {int(match[1]) for name in names if (match := _ANY_PART.fullmatch(name))}
     complete = {int(match[1]) for name in names if (match := _SIDECAR.fullmatch(name))}
@@ -104,10 +109,11 @@ def latest(folder: Path) -> Found:
             ignored.append(f"iter_{iteration} has no sidecar: its writing was interrupted")
             continue
         try:
-            return Found(_read(folder, iteration), ignored)
+            return Found(_read(folder, iteration), ignored, damaged)
         except StallscopeError as error:
-            ignored.append(f"iter_{iteration} is damaged: {error.what}")
-    return Found(None, ignored)
+            damaged.append(f"iter_{iteration} is damaged: {error.what}")
+            ignored.append(damaged[-1])
+    return Found(None, ignored, damaged)
 
 
 def _read(folder: Path, iteration: int) -> Snapshot:

@@ -19,6 +19,7 @@ from profiler.errors import UsageError
 
 Phase = Literal["TRAIN", "TEST"]
 LARGEST_SEED = 2**63 - 1
+_SIMILAR = 0.65  # how alike two names must be for one to be suggested: below, short names are like everything
 
 
 class _Model(BaseModel):
@@ -281,10 +282,12 @@ def unknown_key(key: str, siblings: list[str], where: str, more: str = "") -> Us
     by_last_word: dict[str, str] = {}
     for name, _description in keys():
         by_last_word.setdefault(name.rpartition(".")[2], name)
-    near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(last, siblings, n=1, cutoff=_SIMILAR)
     guess = f"{prefix}.{near[0]}" if near and prefix else near[0] if near else None
     if last in by_last_word or guess is None:  # right word, wrong place
-        guess = next((by_last_word[word] for word in difflib.get_close_matches(last, by_last_word, n=1)), guess)
+        guess = next(
+            (by_last_word[word] for word in difflib.get_close_matches(last, by_last_word, n=1, cutoff=_SIMILAR)), guess
+        )
     return UsageError(
         f"{where}: unknown key {key}{more}",
         expected="one of " + ", ".join(siblings) if siblings else None,

@@ -139,7 +139,9 @@ class Crew:
         for member in self._members:
             self._meet(member)
             if not member.over and member.process is not None:
-                member.job.outcome(max(0.0, deadline - time.monotonic()))
+                left_s = max(0.0, deadline - time.monotonic())
+                if member.job.outcome(left_s) is None and member.process.alive:
+                    self._note_silent(member)
         for member in self._members:
             member.job.discard()
         self.launcher.close()
@@ -257,6 +259,14 @@ class Crew:
         holder = Process(pid)  # one that we have not met yet, or one that was given up
         holder.kill()
         holder.close()
+
+    def _note_silent(self, member: _Member) -> None:
+        """A worker that was told to end and did not: it hung, perhaps long before, with nobody waiting for it."""
+        pid, heartbeat_ns, step, _ = self.ring.worker(member.row)
+        self.recorder.note(
+            "worker_silent", worker=member.row + 1, actor=self.spec.first_actor + member.row, pid=pid, step=step,
+            silent_s=round((time.monotonic_ns() - heartbeat_ns) / 1e9, 1),
+        )  # fmt: skip
 
     @staticmethod
     def _forget(member: _Member) -> None:

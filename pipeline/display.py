@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,11 +18,51 @@ _WINDOW = 20  # steps that the shown rate is the mean of: the slow first one is 
 _LINES_PER_RUN = 10  # where the solver asks for no display interval
 
 
+class _Output:
+    """A text stream that falls silent when nobody reads it any more or its disk is full: a job outlives its audience.
+
+    Everything but writing is the stream's own, so a terminal is still known to be one.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._or_silent():
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError as error:
+                self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        with self._or_silent():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _or_silent(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError):  # ValueError: the stream was closed in this process
+            # What the stream still has in its buffer must go somewhere, or the interpreter's exit fails over it.
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+            self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # for the rest of the process
+
+
 class Display:
-    """Shows progress of steps ``first`` to ``last``. ``interval``: steps between two lines, by default ten in all."""
+    """Shows progress of steps ``first`` to ``last``. ``interval``: steps between two lines, by default ten in all.
+
+    Nothing here raises because of where it writes: a closed pipe or a full disk makes it quiet.
+    """
 
     def __init__(self, first: int, last: int, *, quiet: bool = False) -> None:
-        self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+        # sys.stdout is None in a process that was started with its stdout closed.
+        output = cast("IO[str]", _Output(sys.stdout)) if sys.stdout is not None else None
+        self.console = Console(file=output, quiet=quiet, highlight=False, soft_wrap=True)
         self.interval = max(1, (last - first) // _LINES_PER_RUN)
         self._last = last
         self._took_s: deque[float] = deque(maxlen=_WINDOW)

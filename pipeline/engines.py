@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from pipeline.crew import Crew, FeedError, Launcher
@@ -29,6 +30,10 @@ class Engine(Protocol):
 
     def get(self, step: int) -> Ready:
         """Wait for the batch of a step and lease it; steps come in order."""
+        ...
+
+    def warm_up(self, step: int, timeout_s: float, cancelled: Callable[[], bool]) -> None:
+        """Wait until the batch of ``step`` is ready, for at most ``timeout_s`` or until ``cancelled``."""
         ...
 
     def close(self) -> None:
@@ -81,6 +86,9 @@ class InlineEngine:
         recorder.add(Kind.MARK, Stage.READY, at, at, step=step, epoch=made.epoch, slot=claim.slot, flags=flags)
         return self.ring.lease(step)
 
+    def warm_up(self, step: int, timeout_s: float, cancelled: Callable[[], bool]) -> None:
+        """Nothing to wait for: batches are made when they are asked for."""
+
     def close(self) -> None:
         self.slots = []
         self.ring.close()
@@ -119,15 +127,22 @@ class CrewEngine:
         return self._crew.pids
 
     def get(self, step: int) -> Ready:
+        self._wait(step, lambda: False)
+        return self.ring.lease(step)
+
+    def warm_up(self, step: int, timeout_s: float, cancelled: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + timeout_s
+        self._wait(step, lambda: cancelled() or time.monotonic() > deadline)
+
+    def _wait(self, step: int, enough: Callable[[], bool]) -> None:
         self._crew.notice()
         waited_s = 0.0
-        while not self.ring.is_ready(step):
+        while not self.ring.is_ready(step) and not enough():
             _not_held(self.ring, step)
             before = time.monotonic()
             self.ring.wait_ready(POLL_S, also=self._crew.fds)
             waited_s += min(time.monotonic() - before, 5 * POLL_S)  # a pause of the whole job is no waiting
             self._crew.watch(step, waited_s)
-        return self.ring.lease(step)
 
     def close(self) -> None:
         self.slots = []

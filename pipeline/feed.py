@@ -11,7 +11,7 @@ was called: whoever holds must release. The position is one number, ``next_step`
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -46,7 +46,8 @@ class Batch:
 
     def __init__(self, feed: Feed, ready: Ready, slot: Slot) -> None:
         self._feed: Feed | None = feed
-        self._slot, self._count = slot, ready.items
+        self._slot: Slot | None = slot
+        self._count = ready.items
         self._held = False
         self.step, self.epoch, self.slot = ready.step, ready.epoch, ready.slot
         self.hashes = ready.hashes
@@ -77,12 +78,17 @@ class Batch:
 
     def release(self) -> None:
         """Give the slot back; it may be filled again at once. Idempotent. In the thread that takes the batches."""
-        feed, self._feed = self._feed, None
+        feed = self._feed
+        self._forget()
         if feed is not None:
             feed._release(self)
 
+    def _forget(self) -> None:
+        """Refuse to be read from now on, and keep no memory of the ring."""
+        self._feed = self._slot = None
+
     def _array(self, name: str) -> np.ndarray:
-        if self._feed is None:
+        if self._slot is None:
             raise FeedError(
                 f"the batch of step {self.step} was given back, its slot may hold another one by now",
                 hint="copy what is needed before release(), or call batch.hold() before the next batch is asked for",
@@ -131,6 +137,7 @@ class Feed:
         self._next_step = self.spec.start_step
         self._engine: Engine | None = None
         self._last: Batch | None = None
+        self._out: set[Batch] = set()  # those that have not been given back
         self._first = True
         self._closed = False
         self._failed: BaseException | None = None
@@ -204,9 +211,20 @@ class Feed:
         self._delivered += 1
         self._items += ready.items
         self._last = Batch(self, ready, engine.slots[ready.slot])
+        self._out.add(self._last)
         return self._last
 
     # -- life cycle ------------------------------------------------------------------------------------------
+
+    def warm_up(self, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Start, and wait until the next batch is ready: what a feed needs to start is no waiting for data.
+
+        Ends after the spec's ``start_timeout_s`` and when ``cancelled`` says so, without an error; the inline engine,
+        which makes a batch when it is asked for, has nothing to wait for. Raises whatever the batch would raise.
+        """
+        engine = self._started()
+        if self.spec.stop_step is None or self._next_step < self.spec.stop_step:
+            engine.warm_up(self._next_step, self.spec.start_timeout_s, cancelled)
 
     def __enter__(self) -> Self:
         try:
@@ -225,6 +243,8 @@ class Feed:
         """End all workers and give the memory back. Idempotent. Batches still held are given back."""
         self._closed = True
         self._last = self._failed = None  # an error's traceback holds arrays of the ring
+        while self._out:
+            self._out.pop()._forget()
         if self._tally is not None:
             self._tally.close()
         engine, self._engine = self._engine, None
@@ -252,6 +272,7 @@ class Feed:
             raise
 
     def _release(self, batch: Batch) -> None:
+        self._out.discard(batch)
         if self._engine is not None:
             self._engine.ring.release(batch.step)
             self.recorder.mark(Stage.RELEASE, step=batch.step, epoch=batch.epoch, slot=batch.slot)

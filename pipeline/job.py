@@ -20,11 +20,12 @@ from pipeline.display import Display
 from pipeline.records import RecordLog
 from pipeline.signals import StopRequest
 from profiler import hashing, recorder, store
-from profiler.errors import UsageError
+from profiler.errors import StallscopeError, UsageError
 from profiler.events import Kind, Stage
 
 if TYPE_CHECKING:
     from gpu.backend import Backend
+    from gpu.net import ParamShapesError
     from pipeline.feed import Batch, Feed
 
 
@@ -70,6 +71,7 @@ class Job:
         self._test_interval = self._test_iterations = 0
         self._names: dict[Phase, tuple[str, ...]] = {"TRAIN": ("data", "label"), "TEST": ("data", "label")}
         self._fed: tuple[Phase, np.ndarray, np.ndarray] | None = None  # ids and labels that the net has at hand
+        self._feeds: list[Feed] = []  # in the order of opening
         self._stack = ExitStack()
         try:
             self._open(address)
@@ -198,6 +200,9 @@ class Job:
             self.feed.remember_bad(self._start.sidecar.get("position", {}).get("bad_records", ()))
         self.solver: Any = NoSolver() if config.only_feeds else self._open_solver(backend)
         self._records = stack.enter_context(contextlib.closing(RecordLog(self.folder)))
+        # Here and not at their first batch: that the workers had to start is no part of a step or of a test.
+        for feed in self._feeds:
+            feed.warm_up(lambda: bool(self.stop))
         self.recorder.add(Kind.SPAN, Stage.START, began_ns, time.monotonic_ns())
         store.update_manifest(
             self.folder,
@@ -243,10 +248,13 @@ class Job:
     def _open_feed(self, phase: Phase, start: int, stop: int | None, cycle: int | None = None) -> Feed:
         from pipeline.feed import Feed
 
-        return self._stack.enter_context(Feed(self.config, phase, start, stop, self.recorder, cycle=cycle))
+        feed = self._stack.enter_context(Feed(self.config, phase, start, stop, self.recorder, cycle=cycle))
+        self._feeds.append(feed)
+        return feed
 
     def _open_solver(self, backend: Backend) -> Any:
         from datasets import caffe_pb2
+        from gpu.net import ParamShapesError
         from gpu.prototxt import read_message
         from gpu.solver import Solver
         from gpu.warm import warm_up
@@ -260,17 +268,35 @@ class Job:
             self._test_feed = self._open_feed("TEST", 0, None, cycle=self._test_iterations)
             test_shapes = self._input_shapes("TEST", self._test_feed)
         warm_up(backend)
-        solver = Solver(
-            str(config.solver),
-            net=str(config.net),
-            backend=backend,
-            input_shapes=shapes,
-            test_input_shapes=test_shapes,
-            seed=None if param.random_seed >= 0 else config.run.seed,
-        )
+        try:
+            solver = Solver(
+                str(config.solver),
+                net=str(config.net),
+                backend=backend,
+                input_shapes=shapes,
+                test_input_shapes=test_shapes,
+                seed=None if param.random_seed >= 0 else config.run.seed,
+            )
+        except ParamShapesError as error:
+            raise self._other_samples(error) from error
         if self._start is not None:
             solver.restore(self._start.state, weights=self._start.weights)
         return solver
+
+    def _other_samples(self, error: ParamShapesError) -> StallscopeError:
+        """The same error in terms of the two data sets, where it is they that differ."""
+        train, test = self._feeds[0].sample_shape, self._feeds[-1].sample_shape
+        different = [axis for axis in range(3) if train[axis] != test[axis]]
+        if not different:
+            return error
+        axis = different[0]
+        return UsageError(
+            f"data.train has {train[axis]} {('channels', 'rows', 'columns')[axis]}, data.test has {test[axis]}: "
+            + error.what,
+            expected="samples of one shape: " + "x".join(map(str, train)) + " in data.train",
+            found="x".join(map(str, test)) + " in data.test",
+            hint="two data sets of one kind, or data.transform.crop for one size",
+        )
 
     def _input_shapes(self, phase: Phase, feed: Feed) -> dict[str, tuple[int, ...]]:
         """Shapes of the net's inputs in a phase, and their names, which :meth:`_named` uses from then on."""

@@ -9,7 +9,9 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 OBJECT_STORE_BYTES = 256 << 20
 """Of a local Ray: only records of a LevelDB owner go through it; batches lie in the ring."""
 
+_RAYS_ANSWERS = (1, int(signal.SIGTERM))  # exit codes of Ray's two handlers of SIGTERM
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
@@ -72,7 +75,7 @@ def _connect(address: str | None, num_cpus: int | None) -> None:
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     variables = worker_environment()
     try:
-        with warnings.catch_warnings():
+        with _handlers_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Ray about itself: nothing a user of ours can act on
             if address is not None:
                 wanted = {name: value for name, value in variables.items() if name not in _set_by_job()}
@@ -112,6 +115,32 @@ def _set_by_job() -> set[str]:
     except ValueError:
         return set()
     return set((job.get("runtime_env") or {}).get("env_vars") or {})
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """``ray.init`` puts a handler of its own over SIGTERM, which leaves the process at once: put back what was there.
+
+    A SIGTERM while Ray starts is passed on to the handler that was there, and the start is given up with
+    ``KeyboardInterrupt``. Where the process had no handler, Ray's stays: it ends what Ray has started.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if before in (None, signal.SIG_DFL) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    try:
+        yield
+    except SystemExit as error:
+        if error.code not in _RAYS_ANSWERS:
+            raise
+        signal.signal(signal.SIGTERM, before)
+        import ray
+
+        ray.shutdown()  # of what has been started so far
+        signal.raise_signal(signal.SIGTERM)
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

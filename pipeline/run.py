@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ def run(config: Config, *, address: str | None = None) -> int:
         display.say(f"note: {note}")
     if found.snapshot is not None:
         display.say(f"resuming from iteration {found.snapshot.iteration}")
+    elif config.run.if_exists == "resume":
+        where = f"no snapshot in {folder}" if place.resumed else f"no run in {folder} to resume"
+        display.say(f"note: {where}: starting at iteration 0")
     # Before the environment is looked at: the manifest shall say what the numbers were made with.
     pools = blas_threads(config.device.blas_threads)
     store.write_manifest(folder, {**_manifest(config, folder, found.ignored), "blas": [vars(pool) for pool in pools]})
@@ -52,7 +56,8 @@ def run(config: Config, *, address: str | None = None) -> int:
                 job.finish()
             outcome = {"state": "interrupted", "signal": stop.signal.name} if stop.signal else {"state": "finished"}
         except KeyboardInterrupt:
-            outcome = {"state": "interrupted", "signal": "SIGINT, twice: no snapshot was written"}
+            name = stop.signal.name if stop.signal else signal.SIGINT.name
+            outcome = {"state": "interrupted", "signal": f"{name}: aborted, no snapshot was written"}
         except BaseException as error:
             display.stop()
             begun = job is not None and job.step > job.first_step

@@ -56,8 +56,19 @@ def prepare(config: Config) -> Place:
 
     A run that is to be replaced is only moved aside: wrong input shall lose nothing.
 
-    Raises :class:`UsageError` when the folder is in use by an earlier run and may not be touched, or is no run's.
+    Raises :class:`UsageError` when the folder is in use by an earlier run and may not be touched, is no run's, or
+    cannot be used at all, and when a run to resume has none but damaged snapshots.
     """
+    try:
+        return _prepare(config)
+    except (OSError, ValueError) as error:  # a name that is too long, no permission, a null byte
+        raise UsageError(
+            f"run.folder: {config.run.folder} cannot be used: {getattr(error, 'strerror', None) or error}",
+            hint="another --run.folder",
+        ) from None
+
+
+def _prepare(config: Config) -> Place:
     folder = Path(config.run.folder).expanduser()
     if not folder.is_absolute() and _JOB_COPY in Path.cwd().as_posix():
         raise UsageError(
@@ -91,6 +102,13 @@ def prepare(config: Config) -> Place:
         folder.rename(aside)
     elif used:
         found = checkpoint.latest(folder / "snapshots")
+        if found.snapshot is None and found.damaged:
+            raise UsageError(
+                f"no snapshot of the run in {folder} can be used",
+                expected="a whole snapshot to resume from",
+                found="; ".join(found.damaged),
+                hint="restore the file from a copy, or start again from iteration 0 with --run.if_exists replace",
+            )
         last = config.run.iterations or 0
         if found.snapshot is not None and found.snapshot.iteration >= last:
             raise UsageError(
@@ -99,13 +117,8 @@ def prepare(config: Config) -> Place:
                 found=f"run.iterations: {last}",
                 hint=f"--run.iterations {found.snapshot.iteration + last}",
             )
-    try:
-        for name in _PARTS:
-            (folder / name).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"cannot make the run folder {folder}: {error.strerror}", hint="another --run.folder"
-        ) from None
+    for name in _PARTS:
+        (folder / name).mkdir(parents=True, exist_ok=True)
     return Place(folder, found, used and aside is None, aside)
 
 

@@ -9,12 +9,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
-import psutil
-
 from profiler.errors import StallscopeError
+from profiler.osread import available_memory
 
 PATIENCE_S = 5.0
 """The ring's lock is held for microseconds; a holder that keeps it for so long is stopped or hung."""
@@ -30,7 +28,7 @@ def allocate(name: str, nbytes: int, what: str) -> int:
     Raises :class:`RingError` naming ``what`` and the memory needed where there is not enough.
     """
     # The kernel does not refuse a memfd that is too large: it starts to kill processes. So look first.
-    room = available_bytes()
+    room = available_memory()
     if nbytes > room:
         raise _no_room(what, nbytes, f"{room / 2**20:,.1f} MiB available")
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -40,18 +38,6 @@ def allocate(name: str, nbytes: int, what: str) -> int:
         os.close(fd)
         raise _no_room(what, nbytes, error.strerror or str(error)) from error
     return fd
-
-
-def available_bytes() -> int:
-    """Memory that can be taken now: of the host, or of the control group where that is less."""
-    room = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError, KeyError):  # no such files, or "max": no limit
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        room = min(room, limit - used + int(fields["inactive_file"]))  # page cache is given up when needed
-    return max(0, room)
 
 
 def _no_room(what: str, nbytes: int, found: str) -> RingError:

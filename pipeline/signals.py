@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -53,7 +54,8 @@ class StopRequest:
             self.signal = signal.Signals(number)
             # os.write and not print: the handler may run in the middle of another write to the same stream.
             text = f"\n{self.signal.name}: stopping after this step; once more to abort without a snapshot\n"
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
+            with contextlib.suppress(OSError, ValueError):  # nobody listens, say a `tee` that the same signal ended
+                os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
         elif self._count == 2:
             raise KeyboardInterrupt
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -37,20 +38,27 @@ def run(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] 
     warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
     try:
         code = main(argv) or EXIT_OK
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: the process was started without one
+            sys.stdout.flush()
     except StallscopeError as error:
         if os.environ.get("STALLSCOPE_TRACEBACK"):
             raise
-        sys.stderr.write(f"error: {error}\n")
+        _say(f"error: {error}")
         code = EXIT_USAGE
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        _say("interrupted")
         code = 130
     except BrokenPipeError:
         # stdout is gone: point it at nothing so that the interpreter's own flush at exit stays quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_OK
     raise SystemExit(code)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the exit code says it too
+        if sys.stderr is not None:
+            sys.stderr.write(f"{text}\n")
 
 
 def _show_warning(other: Callable[..., None], message: Warning | str, category: type[Warning], *about: Any) -> None:

@@ -51,10 +51,10 @@ class UsageError(StallscopeError):
 
 
 class MissingExtraError(StallscopeError):
-    """An optional dependency is not installed."""
+    """An optional dependency is not installed. ``extra``: the one of this project that has it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
             f"{purpose} needs the package '{package}', which is not installed",
-            hint=f"pip install 'stallscope[{extra}]'",
+            hint=f"pip install '.[{extra}]' in the checkout of Stallscope",
         )

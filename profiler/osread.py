@@ -189,6 +189,20 @@ def cgroup_memory() -> CgroupMemory | Missing:
     return Missing("no memory figures in the process's control group")
 
 
+def available_memory() -> int:
+    """Bytes that can be taken now: of the machine, or of the control group where that is less."""
+    import psutil
+
+    room: int = psutil.virtual_memory().available
+    group = cgroup_memory()
+    if isinstance(group, CgroupMemory) and group.limit is not None:
+        text = _read(_cgroup("") / "memory.stat")
+        fields = dict(line.split() for line in text.splitlines()) if isinstance(text, str) else {}
+        # page cache is given up when needed
+        room = min(room, group.limit - group.used + int(fields.get("inactive_file", 0)))
+    return max(0, room)
+
+
 def cgroup_cpus() -> float | Missing | None:
     """CPUs the control group may use at once (quota / period), None where unlimited."""
     text = _read(_cgroup("") / "cpu.max")

@@ -42,6 +42,11 @@ class Scratch:
         """Ask for room for float32 arrays of these shapes at one time."""
         self._count = max(self._count, sum(math.prod(shape) for shape in shapes))
 
+    @property
+    def count(self) -> int:
+        """Number of float32 values that were asked for at one time."""
+        return self._count
+
     def arrays(self, *shapes: Shape) -> list[Array]:
         """Views of the buffer, one after the other; their contents are whatever the last user left."""
         if self._buffer is None or self._buffer.size < self._count:

@@ -41,7 +41,7 @@ def test_without_the_package_the_extra_is_named(mnist_subset, monkeypatch) -> No
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(mnist_subset, "files", missing)
-    with pytest.raises(MissingExtraError, match=r"stallscope\[examples\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[examples\]'"):
         mnist_subset.load()
 
 

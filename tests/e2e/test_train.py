@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +14,9 @@ import pyarrow as pa
 import pytest
 
 from profiler import store
+from profiler.events import Flag, Kind, Stage
 from profiler.timeline import as_events, build
-from tests.e2e.conftest import EXAMPLE, Databases, Finished, manifest, report, train
+from tests.e2e.conftest import EXAMPLE, Databases, Finished, environment, manifest, report, train
 
 STEP_MS = 20
 FEED_ONLY = [
@@ -30,6 +35,21 @@ def _check_partition(folder: Path) -> dict[str, Any]:
     assert timeline.wall_ns.sum() == pytest.approx(whole_ns, rel=0.01), "steps follow each other without gaps"
     assert document["partition"]["unattributed"] <= 0.03 * document["wall_s"]
     return document
+
+
+def _check_started_before_the_loop(events: np.ndarray) -> None:
+    """No part of the first step is the wait for a worker's start: each feed had its first batch when the loop began."""
+    spans = events[events["kind"] == Kind.SPAN]
+    first = spans[spans["stage"] == Stage.STEP][0]
+    ready = events[events["stage"] == Stage.READY]
+    start = spans[(spans["stage"] == Stage.START) & (spans["actor"] == 0)]
+    assert start["t1_ns"].max() <= first["t0_ns"]
+    assert (ready["t0_ns"] < first["t0_ns"]).sum() >= 2, "one batch of each feed"
+    waits = spans[spans["stage"] == Stage.FEED_WAIT]
+    for flag in (0, Flag.TEST_PHASE):
+        (wait,) = waits[waits["flags"] == (Flag.FIRST | flag)]
+        took_ns = wait["t1_ns"] - wait["t0_ns"]
+        assert took_ns < 0.05 * (start["t1_ns"] - start["t0_ns"]).max(), "next to what the start took it is nothing"
 
 
 def _steady_ms(folder: Path, part: str) -> float:
@@ -149,6 +169,35 @@ def test_a_slow_feed_shows_the_stall_where_it_is(tmp_path: Path, engine: str) ->
     assert "for data: augment" in document["headline"]
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_a_closed_stdout_does_not_end_a_job(databases: Databases, tmp_path: Path, both: bool) -> None:
+    """As with `| head -1`, or a `tee` that died: ``both`` is `2>&1 |`, and a signal must say its line to nobody."""
+    command = [
+        sys.executable, "-m", "pipeline.train", str(EXAMPLE), *databases.flags("lmdb"), "--feed.engine=inline",
+        "--run.iterations=5000" if both else "--run.iterations=25", "--run.folder=run", "--data.train.batch=8",
+        "--run.checkpoint_every=0", "--device.backend=emulated",
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if both else subprocess.PIPE, text=True,
+    ) as job:  # fmt: skip
+        assert job.stdout is not None
+        assert job.stdout.readline()
+        job.stdout.close()
+        if both:
+            deadline = time.monotonic() + 60
+            while not list((tmp_path / "run" / "records").glob("*")) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            job.send_signal(signal.SIGINT)
+        err = job.stderr.read() if job.stderr else ""
+        assert job.wait(60) == (130 if both else 0), err
+        assert err == ""
+    outcome = manifest(tmp_path / "run")["outcome"]
+    assert outcome["state"] == ("interrupted" if both else "finished")
+    assert (tmp_path / "run" / "snapshots" / f"iter_{outcome['step']}.json").exists()
+    assert report(tmp_path / "run")["steps"] == outcome["step"]
+
+
 @pytest.mark.ray
 def test_the_demo_job_learns_through_ray(databases: Databases, tmp_path: Path) -> None:
     done = train(EXAMPLE, *databases.flags("lmdb"), "--run.folder=run", "--run.iterations=200", cwd=tmp_path)
@@ -157,6 +206,7 @@ def test_the_demo_job_learns_through_ray(databases: Databases, tmp_path: Path) -
     assert document["tests"][-1]["accuracy"] > 0.9
     assert document["feed"]["engine"] == "ray"
     run = store.load_run(tmp_path / "run")
+    _check_started_before_the_loop(as_events(run.events))
     assert {"trainer", "worker"} <= {process["role"] for process in run.processes.values()}
     assert all(process["closed"] for process in run.processes.values())
     _check_partition(tmp_path / "run")

@@ -68,6 +68,13 @@ def _check(*arguments: str | Path, cwd: Path, says: list[str]) -> None:
         ([EXAMPLE, "--net=bad_field.prototxt"], ["bad_field.prototxt", "num_outputs"]),
         ([EXAMPLE, "--net=bad_bottom.prototxt"], ["pool7"]),
         ([EXAMPLE, "--solver=bad_solver.prototxt"], ["bad_solver.prototxt", "max_iters"]),
+        ([EXAMPLE, "--nope=1"], ["unknown key nope"]),
+        ([EXAMPLE, f"--run.folder={'x' * 300}"], ["run.folder: xxx", "cannot be used", "too long"]),
+        ([EXAMPLE, "--data.train.batch=1000000", "--feed.depth=2"], ["no memory for", "1000000", "smaller"]),
+        (
+            [EXAMPLE, "--data.train.source=memory:records=64,shape=3x28x28"],
+            ["data.train has 3 channels, data.test has 1: layer 'conv1'"],
+        ),
         (["no_data.yaml"], ["no data layer and the configuration has no data.train.source"]),
     ],
 )
@@ -166,3 +173,27 @@ def test_another_stream_is_not_resumed(databases: Databases, tmp_path: Path) -> 
         *job[:-1], "--data.train.batch=8", "--run.if_exists=resume", "--run.iterations=4",
         cwd=tmp_path, says=["batch = 16", "batch = 8"],
     )  # fmt: skip
+
+
+def test_a_run_whose_snapshots_are_all_damaged_is_not_begun_again(databases: Databases, tmp_path: Path) -> None:
+    job = [EXAMPLE, *databases.flags("lmdb"), *SMALL]
+    assert train(*job, "--run.iterations=2", cwd=tmp_path).code == 0
+    weights = tmp_path / "run" / "snapshots" / "iter_2.caffemodel"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:100])
+    more = [*job, "--run.if_exists=resume", "--run.iterations=4"]
+    _check(*more, cwd=tmp_path, says=["iter_2 is damaged", "iter_2.caffemodel", "--run.if_exists replace"])
+    weights.write_bytes(whole)
+    done = train(*more, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "resuming from iteration 2" in done.out
+
+
+@pytest.mark.parametrize(("exists", "says"), [(True, "no snapshot in run"), (False, "no run in run to resume")])
+def test_a_resume_from_nothing_says_so(databases: Databases, tmp_path: Path, exists: bool, says: str) -> None:
+    if exists:
+        (tmp_path / "run" / "snapshots").mkdir(parents=True)
+    job = [EXAMPLE, *databases.flags("lmdb"), *SMALL, "--run.if_exists=resume", "--run.iterations=1"]
+    done = train(*job, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert f"note: {says}: starting at iteration 0" in done.out

@@ -132,7 +132,7 @@ def test_the_import_error_is_kept(install: Any) -> None:
 
 def test_not_installed_names_the_extra(install: Any) -> None:
     install(ModuleNotFoundError("No module named 'cupy'", name="cupy"), [])
-    with pytest.raises(MissingExtraError, match=r"stallscope\[gpu\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[gpu\]'"):
         backend.select_backend("cupy")
 
 

@@ -338,6 +338,44 @@ def test_a_pass_allocates_little() -> None:
     assert peak < 0.05 * activations
 
 
+def test_a_net_without_room_says_how_much_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000,000 images: what LeNet keeps of one (data, two convolutions, two poolings, two layers) is known."""
+    per_image = 784 + 20 * 24 * 24 + 20 * 12 * 12 + 50 * 8 * 8 + 50 * 4 * 4 + 500 + 10 + 1
+    shapes = {"data": (1_000_000, 1, 28, 28), "label": (1_000_000,)}
+    monkeypatch.setattr("gpu.net.available_memory", lambda: 4 * per_image * 1_000_000)
+    with pytest.raises(StallscopeError, match="no memory for net") as caught:
+        Net(LENET, "TRAIN", input_shapes=shapes)
+    assert "data 1000000x1x28x28" in str(caught.value)
+    assert "smaller batch" in str(caught.value)
+    needed = float(str(caught.value.expected).split()[-2])
+    assert 4e6 * per_image < needed * 2**30 < 3 * 4e6 * per_image
+
+
+def test_an_allocation_that_fails_says_how_much_the_net_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError("Unable to allocate 2.92 GiB")
+
+    monkeypatch.setattr("gpu.net.Blob", fails)
+    with pytest.raises(StallscopeError, match="no memory for net") as caught:
+        Net(LENET, "TEST", input_shapes=SHAPES)
+    assert "Unable to allocate 2.92 GiB" in str(caught.value)
+
+
+def test_a_net_is_not_refused_what_it_fits_in() -> None:
+    """The bytes that are asked for beforehand are about those that are taken."""
+    shapes = {"data": (64, 1, 28, 28), "label": (64,)}
+    for phase in ("TRAIN", "TEST"):
+        tracemalloc.start()
+        net = Net(LENET, phase, input_shapes=shapes)
+        net.forward()  # work space is made at its first use
+        if phase == "TRAIN":
+            net.backward()
+        arrays = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
+        taken = sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([arrays]).traces)
+        tracemalloc.stop()
+        assert 0.7 * taken < net._needed_bytes() <= 1.02 * taken
+
+
 EXCLUDED = inputs(x=(2, 3)) + dense("maker", "x", "h", 4, 'include { stage: "a" }') + dense("reader", "h", "y", 2)
 
 

@@ -265,3 +265,10 @@ def test_a_job_that_only_feeds_needs_neither_net_nor_solver(job: Path) -> None:
     config = load(job)
     assert config.only_feeds
     assert config.source("TRAIN").source == "memory:synthetic"
+
+
+@pytest.mark.parametrize("word", ["nope", "lr", "xyz"])
+def test_a_word_like_no_key_gets_no_guess(word: str) -> None:
+    with pytest.raises(UsageError, match=f"unknown key {word}") as caught:
+        parse_flags([f"--{word}", "1"])
+    assert "did you mean" not in str(caught.value)

@@ -186,6 +186,38 @@ def test_workers_record_every_batch_once_and_their_waits(tmp_path: Path) -> None
     assert [kind for kind, _, _ in rows if kind == Stage.SLOT_WAIT]
 
 
+def test_a_worker_that_hangs_while_nobody_waits_for_it_is_noted_at_the_close(tmp_path: Path) -> None:
+    """It is stopped between two steps, with all slots filled: no consumer ever misses it."""
+    with Recorder.open(tmp_path, "trainer", "trainer") as recorder:
+        made = engine(replace(SPEC, stop_step=None), workers=1, recorder=recorder)
+        deadline = time.monotonic() + 60
+        while made.ring.counts()["ready"] < 4:
+            assert time.monotonic() < deadline
+            made.ring.wait_ready()
+        (pid,) = made.pids
+        os.kill(pid, signal.SIGSTOP)
+        made.ring.stop()
+        made._crew.close(patience_s=0.5)
+        made.close()
+    (notes,) = (tmp_path / "events").glob("*.jsonl")
+    lines = map(json.loads, notes.read_text().splitlines())
+    (note,) = (line for line in lines if line["note"] == "worker_silent")
+    assert (note["pid"], note["worker"], note["step"]) == (pid, 1, -1)
+    assert note["silent_s"] >= 0.4
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_warming_up_waits_for_the_first_batch_and_no_longer_than_it_is_told(expected: list[int]) -> None:
+    made = engine(SPEC, workers=1)
+    made.warm_up(0, 0.0, lambda: False)
+    made.warm_up(0, 60.0, lambda: True)
+    assert not made.ring.is_ready(0)
+    made.warm_up(0, 60.0, lambda: False)
+    assert made.ring.is_ready(0)
+    assert [fill for _, fill in deliver(made, 0, 2)] == expected[:2]
+    made.close()
+
+
 @pytest.mark.long  # a share of CPUs is measured: nothing else should run beside it
 def test_two_workers_decode_python_code_in_parallel() -> None:
     """Case C17: processes do not share an interpreter lock. 5 ms of pure Python a record, on two CPUs."""

@@ -74,6 +74,17 @@ def test_held_batches_stay_and_may_be_given_back_in_any_order() -> None:
         assert next(feed).step == 3
 
 
+def test_a_held_batch_is_not_read_after_the_feed_is_closed() -> None:
+    with Feed.from_spec(SPEC) as feed:
+        held = [next(feed).hold() for _ in range(2)]
+        held[1].release()
+    for batch in held:
+        for name in ("data", "labels", "ids", "epochs"):
+            with pytest.raises(FeedError, match=f"step {batch.step} was given back"):
+                getattr(batch, name)
+        batch.release()  # idempotent
+
+
 def test_a_closed_feed_says_so_and_closing_twice_is_fine() -> None:
     feed = Feed.from_spec(SPEC)
     batch = next(feed)

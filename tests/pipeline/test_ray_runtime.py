@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from pipeline import ray_runtime
 from pipeline.crew import FeedError
+from pipeline.signals import StopRequest
 
 
 class FakeRay:
@@ -19,6 +22,7 @@ class FakeRay:
         self.error, self.up = error, up
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.seen: dict[str, str] = {}
+        self.killed = False  # a SIGTERM comes while it starts
 
     def is_initialized(self) -> bool:
         return self.up
@@ -26,6 +30,9 @@ class FakeRay:
     def init(self, **options: Any) -> None:
         self.calls.append(("init", options))
         self.seen = dict(os.environ)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
+        if self.killed:
+            signal.raise_signal(signal.SIGTERM)
         if self.error:
             raise self.error
 
@@ -37,6 +44,13 @@ class FakeRay:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, fake: FakeRay) -> FakeRay:
@@ -96,3 +110,27 @@ def test_a_failure_is_one_readable_error(monkeypatch: pytest.MonkeyPatch, addres
     with pytest.raises(FeedError, match=text) as caught, ray_runtime.running(address=address):
         pass
     assert "nobody there" in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["auto", None])
+def test_a_stop_request_keeps_its_handler(monkeypatch: pytest.MonkeyPatch, address: str | None) -> None:
+    use(monkeypatch, FakeRay())
+    with StopRequest() as stop, ray_runtime.running(address=address):
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal is signal.SIGTERM
+
+
+def test_a_sigterm_while_ray_starts_reaches_the_stop_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use(monkeypatch, FakeRay())
+    fake.killed = True
+    with StopRequest() as stop, pytest.raises(KeyboardInterrupt), ray_runtime.running():
+        pass
+    assert stop.signal is signal.SIGTERM
+    assert [name for name, _ in fake.calls] == ["init", "shutdown"]
+
+
+def test_where_there_was_no_handler_rays_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, FakeRay())
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with pytest.raises(SystemExit), ray_runtime.running():
+        signal.raise_signal(signal.SIGTERM)

@@ -65,3 +65,12 @@ def test_a_job_copy_needs_an_absolute_folder(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(UsageError, match="Ray deletes"):
         runfolder.prepare(config("runs/x"))
     assert runfolder.prepare(config(tmp_path / "run"))[0].is_dir()
+
+
+@pytest.mark.parametrize("if_exists", ["refuse", "replace", "resume"])
+@pytest.mark.parametrize("name", ["x" * 300, "run\0folder"])
+def test_a_folder_that_cannot_be(tmp_path: Path, name: str, if_exists: str) -> None:
+    wanted = Config(run=RunConfig(folder=str(tmp_path / name), if_exists=if_exists))
+    with pytest.raises(UsageError, match=r"run\.folder: .* cannot be used"):
+        runfolder.prepare(wanted)
+    assert list(tmp_path.iterdir()) == []
