@@ -61,12 +61,14 @@ class Key(NamedTuple):
 class Setting:
     """What advice has to fit. ``loop``: a foreign loop, which has no configuration; ``cores`` of the host (None: not
     known); ``owner``: a process has the database open for the workers; ``fingerprints``: they were recorded;
+    ``recording_s``: what recording cost the trainer in all (None: not known);
     ``records``: gives the record numbers of steps, where the run folder has them."""
 
     loop: bool = False
     cores: int | None = None
     owner: bool = False
     fingerprints: bool = False
+    recording_s: float | None = None
     records: Callable[[Collection[int]], dict[int, list[int]]] | None = None
 
     @property
@@ -96,6 +98,8 @@ def text(key: Key, setting: Setting) -> str:
         return _PROFILER_TEXT
     if where == "unknown" and why != "throughput":
         return WHY_TEXT[why]
+    if side == "loop" and why == "cold_start":
+        return f"{WHERE_TEXT[where]}, in the first step"
     if where == "collate" and setting.fingerprints:
         return f"{WHERE_TEXT[where]} and hashing them for the fingerprints; {WHY_TEXT[why]}"
     if why == "throughput" and (where in _TRAINER or where == "unknown" or side == "loop"):
@@ -241,7 +245,7 @@ def _for_place(where: str, model: Model, parts: list[Model], timeline: Timeline,
     cheaper = {
         "storage": "keep the data in memory or on a faster disk, set data.order.shuffle: block",
         "read": "make records smaller (datasets.convert --resize, --encode-type jpg)",
-        "decode": "store decoded images (datasets.convert without --encoded)",
+        "decode": "store images decoded if they are not (datasets.convert without --encoded)",
         "augment": "make the transform cheaper (data.transform.python)",
         "collate": "use a smaller data.train.batch or data.transform.crop",
         "transfer": "convert to LMDB (datasets.convert --backend lmdb), which each worker reads for itself",
@@ -253,13 +257,23 @@ def _for_place(where: str, model: Model, parts: list[Model], timeline: Timeline,
         if limit is not None:
             return f"{more}, {limit}; beyond that {cheaper[where]}"
         return more if where == "read" else f"{cheaper[where]}, or {more}"
+    fewer = "fewer feed.workers, " if model.workers > 1 and not model.serial else ""
     return {
         **cheaper,
         "h2d": "copy less: a smaller data.transform.crop or data.train.batch; the copy must fit under the compute",
-        "cpu_contention": "leave cores free: fewer feed.workers, device.blas_threads 1, a quiet host",
+        "cpu_contention": f"leave cores free: {fewer}device.blas_threads 1, a quiet host",
         "gc": "keep less alive per step; gc.freeze() after start",
         "alloc": "allocate before the loop; steady state should allocate nothing",
         "host": "show the loss less often: a larger display in the solver's prototxt",
         "checkpoint": "raise run.checkpoint_every",
         "sync": "look at the slowest trainer",
-    }.get(where, _UNKNOWN if model.known.any() else "set profile.detail: full, which records the stages of the feed")
+    }.get(where, _unknown(model, setting))
+
+
+def _unknown(model: Model, setting: Setting) -> str:
+    """What to do about time of the feed that no stage covers."""
+    if not model.known.any():
+        return "set profile.detail: full, which records the stages of the feed"
+    if model.serial and setting.recording_s:  # the trainer makes the batches, and its spans are most of the cost
+        return f"{_UNKNOWN}; what recording costs, {setting.recording_s:.2g} s in all, falls there too"
+    return _UNKNOWN

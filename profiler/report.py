@@ -13,15 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from profiler import advice, cli, correlate, findings, store, streams
+from profiler import advice, cli, correlate, findings, store
 from profiler.errors import StallscopeError
 from profiler.events import PARTITION
 from profiler.finding import NO_STALL, Report, StallCause
 from profiler.stalls import Attribution, attribute
 from profiler.timeline import PART, Timeline, lanes
 from profiler.timeline import build as build_timeline
-
-_MAX_RECORDS_FILE = 64 << 20  # bytes: a longer list of record numbers is left to the reader
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ def analyse(run: store.Run) -> Analysis:
     config = run.manifest.get("config") or {}
     attribution = attribute(
         timeline, events, depth=_number(config, "feed", "depth"), lost_steps=findings.lost_steps(run.notes),
-        setting=_setting(run),
+        setting=_setting(run, timeline),
     )  # fmt: skip
     return Analysis(run, events, names, timeline, attribution, _report(run, events, timeline, attribution, config))
 
@@ -91,7 +89,7 @@ def _write(analysis: Analysis, files: dict[str, Path]) -> dict[str, str]:
     return remarks
 
 
-def _setting(run: store.Run) -> advice.Setting:
+def _setting(run: store.Run, timeline: Timeline) -> advice.Setting:
     """What advice for this run has to fit."""
     data = (run.manifest.get("data") or {}).values()
     return advice.Setting(
@@ -99,21 +97,24 @@ def _setting(run: store.Run) -> advice.Setting:
         cores=_number(run.manifest.get("environment") or {}, "cpu", "usable"),
         owner=any(isinstance(source, dict) and source.get("backend") == "leveldb" for source in data),
         fingerprints=bool(run.fingerprints.num_rows),
+        recording_s=findings.overhead(run, timeline)["seconds"],
         records=lambda steps: _record_numbers(Path(run.folder), steps),
     )
 
 
 def _record_numbers(folder: Path, steps: Collection[int]) -> dict[int, list[int]]:
-    """The record numbers of some steps from RUN/records/; none where it has none or is too large to look through."""
+    """The record numbers of some steps from RUN/records/, as far as they can be read."""
+    import pyarrow as pa
+
     found: dict[int, list[int]] = {}
     for path in sorted((folder / "records").glob("ids-*.arrows")):
-        if path.stat().st_size > _MAX_RECORDS_FILE:
-            continue
-        table, _identity, _problem, _whole = streams.read_stream(path)
-        if table is None or not {"step", "ids"} <= set(table.column_names):
-            continue
-        for row in np.flatnonzero(np.isin(table.column("step").to_numpy(), list(steps))).tolist():
-            found[int(table.column("step")[row].as_py())] = table.column("ids")[row].as_py()
+        try:
+            with pa.memory_map(str(path)) as source:
+                for batch in pa.ipc.open_stream(source):
+                    for row in np.flatnonzero(np.isin(batch.column("step").to_numpy(), list(steps))).tolist():
+                        found[int(batch.column("step")[row].as_py())] = batch.column("ids")[row].as_py()
+        except (pa.ArrowException, OSError, ValueError, KeyError):
+            continue  # torn by a kill: what came before the tear has been taken, the advice names the folder
     return found
 
 
@@ -226,6 +227,8 @@ def _made_of(causes: list[StallCause]) -> str:
     for cause in causes:
         place = advice.label(cause.where, cause.why, cause.side)
         places[place] = places.get(place, 0.0) + cause.seconds
+    if set(places) <= {"unknown"}:  # which says nothing
+        return ""
     total = sum(places.values())
     top = sorted(places.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in top if part >= 0.05 * total)

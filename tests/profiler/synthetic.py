@@ -37,6 +37,7 @@ class Job:
     collate: float = 0.2
     h2d: float = 0.1
     host: float = 0.05
+    profiler: float = 0.0  # of the loop: fingerprints
     gap: float = 0.02  # unattributed time of a step
     jitter: float = 0.0
     startup: float = 0.0
@@ -160,6 +161,9 @@ def _after_batch(log: Log, job: Job, step: int, begin: float, got: float, slot: 
     at += job.compute
     add(Stage.HOST, at, at + job.host)
     at += job.host
+    if job.profiler:
+        add(Stage.HOST, at, at + job.profiler, Flag.PROFILER)
+        at += job.profiler
     if job.test_every and (step + 1) % job.test_every == 0:
         add(Stage.TEST, at, at + job.test)
         add(Stage.FEED_WAIT, at, at + job.test / 2, Flag.TEST_PHASE)

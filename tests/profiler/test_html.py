@@ -148,6 +148,10 @@ def test_a_browser_draws_it(tmp_path: Path, job: Job, width: int) -> None:
     measure = (
         "<script>document.body.dataset.overflow = document.documentElement.scrollWidth - window.innerWidth;"
         "document.body.dataset.drawn = document.querySelectorAll('.chart svg path[d], .chart svg rect').length;"
+        "const rows = [...document.querySelectorAll('[data-name=causes] tbody tr')];"
+        "document.body.dataset.tallest = Math.max(0, ...rows.map((row) => row.offsetHeight));"
+        "const inner = [...document.querySelectorAll('.table')].filter((box) => box.scrollWidth > box.clientWidth);"
+        "document.body.dataset.cut = inner.filter((box) => getComputedStyle(box).overflowX != 'auto').length;"
         "document.body.dataset.copies = document.querySelectorAll('button.copy').length;</script></body>"
     )
     page = page_of(tmp_path, job).replace("</head>", probe).replace("</body>", measure)
@@ -163,4 +167,6 @@ def test_a_browser_draws_it(tmp_path: Path, job: Job, width: int) -> None:
     assert "data-failed" not in body
     assert int(body["data-overflow"] or 0) <= 0
     assert int(body["data-drawn"] or 0) > 20
+    assert int(body["data-tallest"] or 0) <= 60  # at most two lines
+    assert int(body["data-cut"] or 0) == 0
     assert int(body["data-copies"] or 0) >= 4

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,72 @@ def test_a_run_resumed_after_a_reboot_keeps_its_order(tmp_path: Path) -> None:
     assert line.segment.tolist() == [0] * 6 + [1] * 5
     assert line.wall_ns[6:].sum() == build(as_events(tables[0])).wall_ns.sum()
     assert names[0] in processes
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (Job(), "The accelerator was never starved: 0.5 % of the time was spent waiting for data."),
+        (
+            Job(host=3.0), "The accelerator was never starved: 0.5 % of the time was spent waiting for data. "
+            "The loop itself cost 3.0 ms of 23.1 ms a step: host 99 %.",
+        ),
+        (Job(read=40, host=3.0, h2d=2.0), "Steps waited 18.4 ms of 41.4 ms for data: read 9"),
+    ],
+)  # fmt: skip
+def test_waiting_for_data_is_told_from_the_loops_own_time(tmp_path: Path, job: Job, words: str) -> None:
+    made = report.build(store.load_run(folder_of(tmp_path, job)))
+    assert made.headline.startswith(words)
+    first = made.headline.split(". ")[0]
+    assert "host" not in first
+    assert ("The loop itself cost 3.0 ms" in made.headline) == (job.host == 3.0)
+
+
+def test_a_body_that_nothing_was_recorded_of_is_no_cost(tmp_path: Path) -> None:
+    log = simulate(Job(steps=30))
+    log.rows[:] = [row for row in log.rows if row[1] in (1, 2) and row[3] == 0]
+    folder = write_run(tmp_path / "run", log, manifest={"job": {"type": "loop"}})
+    made = report.build(store.load_run(folder))
+    assert "is not recorded" in made.headline
+    assert "cost" not in made.headline
+    assert "body=" in made.stalls[0].remedy
+
+
+def test_what_is_unknown_for_several_reasons_is_one_line(tmp_path: Path) -> None:
+    """The document keeps the reasons apart, the terminal adds them up."""
+    made = report.build(store.load_run(folder_of(tmp_path, Job(read=40, steps=40))))
+    cause = made.stalls[0]
+    whys = ("throughput", "straggler", "backpressure")
+    parts = tuple(replace(cause, where="unknown", why=why, share=0.2, seconds=1.0, gain_alone_s=2.0) for why in whys)
+    text = terminal.text(replace(made, stalls=parts))
+    (line,) = [line for line in text.splitlines() if line.startswith("unknown")]
+    assert "3.00 s" in line
+    assert "60 %" in line
+    assert "6.00 s" in line
+
+
+def test_the_advice_on_top_is_for_what_the_answer_names(tmp_path: Path) -> None:
+    made = report.build(store.load_run(folder_of(tmp_path, Job(read=22, host=0.05, profiler=8.0, inline=True))))
+    assert made.headline.startswith("Steps waited")
+    assert made.first is not None
+    assert made.first.side == "data"
+    made = report.build(store.load_run(folder_of(tmp_path / "other", Job(profiler=8.0))))
+    assert made.first is not None
+    assert made.first.side == "profiler"
+
+
+def test_the_profilers_cost_is_shown(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, Job(profiler=2.0, steps=50))
+    log = folder / "events" / "trainer-1000.jsonl"
+    log.write_text(json.dumps({"note": "closed", "actor": 0, "overhead_ns": 50_000_000, "lost": 0}) + "\n")
+    text = " ".join(report.summarise(folder).split())
+    assert "profiler 4.5 % and fingerprints 9.0 %" in text
+    page = report.write_default(folder)[1]["html"].read_text()
+    assert "recording 4.5 %, fingerprints 9.0 %" in page
+
+
+def test_quiet_prints_the_files_alone(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, Job(read=40, steps=30))
+    done = command(str(folder), "--quiet", "--json", str(tmp_path / "r.json"))
+    assert done.stdout == f"json   {tmp_path / 'r.json'}\n"
+    assert (tmp_path / "r.json").exists()

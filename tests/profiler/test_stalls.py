@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from profiler import timeline
 from profiler.advice import Setting
 from profiler.events import WHERE, WHY
-from profiler.stalls import Attribution, attribute, shapley_weights
+from profiler.services import CAUSE, CAUSES
+from profiler.stalls import Attribution, _spread, attribute, shapley_weights
 from tests.profiler.synthetic import Job, Log, simulate, stall_s, wall_s
 
 
@@ -213,3 +214,31 @@ def test_the_outage_of_one_of_two_workers_is_the_fault_too() -> None:
     assert (found.causes[0].where, found.causes[0].why) == ("unknown", "fault")
     assert seconds(found, "unknown", "fault") == pytest.approx(truth, rel=0.15)
     assert found.causes[0].gain_alone_s == pytest.approx(truth, rel=0.1)
+
+
+def test_merged_causes_are_split_by_each_steps_own_services() -> None:
+    """Copies of 10 us and a few short snapshots are judged together; each keeps to the steps that had it."""
+    found = blame(Job(h2d=0.01, host=1.0, checkpoint_every=50, checkpoint=0.9))
+    assert {"h2d", "checkpoint"} <= set(found.merged)
+    ms = {cause.where: cause.evidence for cause in found.causes}
+    assert [worst["step"] for worst in ms["checkpoint"]["worst_steps"]] in ([49, 99, 149], [99, 149, 199])
+    assert ms["checkpoint"]["steps"] == 4
+    assert ms["checkpoint"]["worst_steps"][0]["ms"] == pytest.approx(0.9, rel=0.05)
+    h2d = found.per_step_ms[:, CAUSE["h2d"]]
+    assert h2d.max() == pytest.approx(0.01, rel=0.05)
+
+
+def test_lateness_is_booked_at_the_step_that_made_it() -> None:
+    service = np.zeros((4, len(CAUSES)))
+    service[1, CAUSE["read"]], service[1, CAUSE["gc"]] = 3.0, 1.0
+    spread = _spread(np.array([[1.0], [2.0], [4.0], [1.0]]), [["read", "gc"]], service)
+    assert spread[:, CAUSE["read"]].tolist() == [0, 6, 0, 0]
+    assert spread[:, CAUSE["gc"]].tolist() == [0, 2, 0, 0]
+
+
+def test_no_cause_is_folded_into_a_place_it_is_not_of() -> None:
+    """Small causes of known places are no unknown time, and the loop's own gaps are none of the feed's."""
+    found = blame(Job(read=40, gap=0.3, checkpoint_every=100, checkpoint=2))
+    unknown = [cause for cause in found.causes if cause.where == "unknown"]
+    assert sum(cause.seconds for cause in unknown if cause.side == "loop") < 200 * 0.3e-3
+    assert any(cause.where == "checkpoint" for cause in found.causes)
