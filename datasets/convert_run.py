@@ -18,6 +18,7 @@ from datasets.convert_stream import SampleStream, Unshuffled
 from datasets.convert_work import Work, working
 from datasets.manifest import Manifest, Tally, read_manifest, write_manifest
 from datasets.order import Order
+from datasets.targets import check_parent
 from profiler.errors import StallscopeError, UsageError
 
 DEFAULT_SEED = 1
@@ -82,7 +83,7 @@ def check_names(plan: Plan) -> None:
             found=plan.label_out,
         )
     for out in plan.outs:
-        writer.check_parent(out)
+        check_parent(out)
 
 
 def check_targets(plan: Plan) -> None:

@@ -31,8 +31,9 @@ from datasets import datum, decode, terminal, writer
 from datasets.convert_inputs import IMAGE_SUFFIXES, encode
 from datasets.datum import Datum, DatumError
 from datasets.manifest import key_text, read_manifest
-from datasets.mean import check_file, records_of
+from datasets.mean import records_of
 from datasets.source import Record, Source, open_source, show_key
+from datasets.targets import check_apart, check_file, check_parent
 from datasets.threads import in_order
 from profiler import cli
 from profiler.errors import StallscopeError, UsageError
@@ -289,8 +290,7 @@ def _new_file(out: Path) -> Iterator[IO[bytes]]:
 
 def _check_folder(out: Path, force: bool) -> None:
     """Refuse to replace anything but an earlier export."""
-    if not out.parent.is_dir():
-        raise UsageError(f"the folder {out.parent} does not exist", hint=f"mkdir -p {out.parent}")
+    check_parent(out)
     if not os.path.lexists(out) or (out.is_dir() and not os.listdir(out)):
         return
     if out.is_symlink() or not out.is_dir() or not (out / LIST).is_file():
@@ -330,9 +330,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     cli.warn_if_shadowed()
     out = Path(arguments.out)
     if arguments.to == "images":
+        check_apart(out, arguments.path)
         _check_folder(out, arguments.force)
     else:
-        check_file(out, arguments.force)
+        check_file(out, arguments.force, arguments.path)
     with open_source(arguments.path, backend=arguments.backend, db=arguments.db) as source:
         if not len(source):
             raise StallscopeError(f"{source.name} holds no records")

@@ -13,7 +13,8 @@ The JSON document::
                  shuffled_longest_run {typical, at_most}}: what a shuffled set would show, and once in a million times
     key_order   {order, first, last, numeric, padded, dense}
     record_bytes   {min, p5, p50, p95, max, mean, total} of the stored values
-    channel_mean   of up to 64 records spread over the data set, as decoded (B, G, R); null where their channels differ
+    channel_mean   of channel_mean_of records (at most 64) spread over the data set, as decoded (B, G, R); null where
+                   their channels differ
     storage     {files, nbytes, allocated, resident, resident_missing, page_bytes, pages, unused_pages}; null in memory
     bad         [{index, key, reason}], the first 20 records that cannot be understood; bad_records: how many there are
     warnings    [text]
@@ -37,6 +38,7 @@ from datasets.footprint import Footprint
 from datasets.image_file import Color
 from datasets.source import Record, Source, open_source
 from datasets.survey import Keys, Labels, Survey, survey
+from datasets.targets import check_apart
 from profiler import cli
 from profiler.errors import UsageError
 from profiler.osread import Missing
@@ -83,6 +85,7 @@ def describe(source: Source, found: Survey, max_pixels: int | None = None) -> di
         "key_order": _keys(found.keys),
         "record_bytes": _sizes(found),
         "channel_mean": channel_mean(source, max_pixels),
+        "channel_mean_of": min(len(source), _MEAN_OF),
         "storage": None if found.on_disk is None else _storage(found.on_disk),
         "bad": found.bad,
         "bad_records": found.bad_records,
@@ -186,6 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} is out of range", expected="1 or more", found=value)
+    if arguments.html:
+        check_apart(arguments.html, arguments.path)
     cli.warn_if_shadowed()
     with open_source(arguments.path, backend=arguments.backend, db=arguments.db) as source:
         found = _with_progress(source, arguments.limit, arguments.max_pixels)

@@ -149,7 +149,7 @@ class LevelDbSource(Source):
                     hint="let the writer finish, then start again",
                 )
             for log in (name for name in view.files if name.endswith(".log")):
-                self._warn_of_cut(Path(view.path, log))
+                self._refuse_cut(Path(view.path, log))
             db = plyvel.DB(view.path, create_if_missing=False, paranoid_checks=True, max_open_files=open_files_limit())
             if self._index is None:
                 self._index = self._make_index(db, view)
@@ -165,17 +165,18 @@ class LevelDbSource(Source):
         self._db, self._view, self._pid = db, view, os.getpid()
         self._seen = self._state()
 
-    def _warn_of_cut(self, log: Path) -> None:
+    def _refuse_cut(self, log: Path) -> None:
         try:
             end = cut_end(log.read_bytes())
         except ValueError:
             return  # LevelDB says so when it replays the log
         if end is not None:
-            warnings.warn(
-                f"{self.name}: the write-ahead log {log.name} ends inside a record at byte {end}: it was cut by a copy "
-                "or a kill, and records may be missing",
-                DatasetWarning,
-                stacklevel=4,
+            # LevelDB itself goes on without the rest, and without a word: half of the records can be gone.
+            raise DatasetTruncated(
+                f"{self.name}: the write-ahead log {log.name} was cut by a copy or a kill, records are missing",
+                expected="a log that ends with a whole record",
+                found=f"the end of the file inside the record that follows byte {end}",
+                hint="copy it again; python -m datasets.verify DB --salvage OUT keeps what is there",
             )
 
     def _make_index(self, db: Any, view: PrivateView) -> key_index.KeyIndex:

@@ -21,6 +21,7 @@ from datasets import datum, decode, terminal
 from datasets.datum import DatumError
 from datasets.manifest import write_whole
 from datasets.source import Record, Source, open_source, show_key
+from datasets.targets import check_file
 from datasets.threads import in_order
 from profiler import cli
 from profiler.errors import StallscopeError, UsageError
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cli.warn_if_shadowed()
     targets = [Path(name) for name in (arguments.out, arguments.npy) if name]
     for target in targets:
-        check_file(target, arguments.force)
+        check_file(target, arguments.force, arguments.path)
     if len({target.absolute() for target in targets}) < len(targets):
         raise UsageError("OUT and --npy name the same file", found=arguments.npy)
     with (
@@ -142,16 +143,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     sys.stdout.write(cli.dumps(document) + "\n" if arguments.json else _text(name, mean, targets))
     return cli.EXIT_OK
-
-
-def check_file(target: Path, force: bool) -> None:
-    """Raise :class:`UsageError` unless a file may be written at ``target``."""
-    if not target.parent.is_dir():
-        raise UsageError(f"the folder {target.parent} does not exist", hint=f"mkdir -p {target.parent}")
-    if target.is_dir():
-        raise UsageError(f"{target} is a folder", expected="the name of a file")
-    if target.exists() and not force:
-        raise UsageError(f"{target} exists already", hint="--force replaces it, or name another file")
 
 
 def _text(name: str, mean: Mean, targets: list[Path]) -> str:

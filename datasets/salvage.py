@@ -10,8 +10,8 @@ from typing import Any
 from datasets import writer
 from datasets.manifest import Tally, read_manifest, remove_manifest, write_manifest
 from datasets.raw import RawReader
+from datasets.targets import check_apart
 from datasets.verify import Seen, examine
-from profiler.errors import UsageError
 
 _LISTED = 100
 
@@ -40,7 +40,8 @@ def salvage(
     Raises :class:`UsageError` for a wrong target. The source is only read.
     """
     target_path = Path(os.path.abspath(out))
-    _check_apart(reader, target_path)
+    if reader.backend != "memory":
+        check_apart(target_path, reader.path)
     writer.check_target(target_path, force)
     kind = backend or (reader.backend if reader.backend in writer.WRITERS else "lmdb")
     before = None if reader.backend == "memory" else read_manifest(reader.path)
@@ -83,19 +84,8 @@ def salvage(
 
 
 def _lost(document: dict[str, Any]) -> int:
+    """Records known to be lost: a lower bound where the source does not say how many it held."""
     known = len(document["bad"])
     if document["expected"] is None:
         return known
     return max(known, document["expected"] - document["sound"])
-
-
-def _check_apart(reader: RawReader, out: Path) -> None:
-    """Refuse a target that is the source, lies in it, or holds it."""
-    if reader.backend == "memory":
-        return
-    source, target = (Path(os.path.realpath(path)) for path in (reader.path, out))
-    if source == target or source in target.parents or target in source.parents:
-        raise UsageError(
-            f"{out} and the data set {reader.path} are not apart: the source must stay as it is",
-            hint="name another target",
-        )

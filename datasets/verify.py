@@ -324,12 +324,19 @@ def render(document: dict[str, Any], console: Console) -> None:
         show(
             "bold",
             "salvaged",
-            f"{saved['records']:,} records: {saved['path']} ({saved['backend']}); {saved['lost']:,} lost",
+            f"{saved['records']:,} records: {saved['path']} ({saved['backend']}); {_lost_text(document)}",
         )
     elif saved is not None:
         show("red", "nothing", "was salvaged: not one record is sound, and no database was made")
     elif not fine(document) and document["sound"]:
         show("bold", "try", "--salvage OUT copies the sound records to a new database")
+
+
+def _lost_text(document: dict[str, Any]) -> str:
+    lost = document["salvaged"]["lost"]
+    if document["expected"] is None and document["damage"]:
+        return f"at least {lost:,} lost: the database does not say how many records its damaged places held"
+    return f"{lost:,} lost"
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ def rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         out.append(("record size", "{} (median); least {}, 5 % {}, 95 % {}, most {}".format(*shown)))
     if document["channel_mean"] is not None:
         names = " (B, G, R)" if len(document["channel_mean"]) == 3 else ""
+        if document["channel_mean_of"] < document["records"]:
+            names += f", of {document['channel_mean_of']} records spread over the set; datasets.mean takes all"
         out.append(
             (
                 "channel mean",

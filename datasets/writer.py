@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from datasets.targets import check_parent
 from profiler.errors import StallscopeError, UsageError
 
 COMMIT_RECORDS = 1000
@@ -205,12 +206,6 @@ def _plain(error: Exception) -> str:
 
 
 WRITERS: dict[str, type[LmdbWriter] | type[LevelDbWriter]] = {"lmdb": LmdbWriter, "leveldb": LevelDbWriter}
-
-
-def check_parent(out: Path) -> None:
-    """Raise :class:`UsageError` unless there is a folder for ``out`` to be made in."""
-    if not out.parent.is_dir():
-        raise UsageError(f"the folder {out.parent} does not exist", hint=f"mkdir -p {out.parent}")
 
 
 def check_target(out: Path, force: bool) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import plyvel
 import pytest
 
-from datasets import leveldb_library, leveldb_source, open_source
+from datasets import datum, leveldb_library, leveldb_source, open_source, verify
 from datasets.errors import (
     CodecMissing,
     CurrentMissing,
@@ -58,7 +58,10 @@ def make(folder, items, **options):
 
 def four_thousand(folder, **options):
     draw = random.Random(7)
-    items = [(b"%08d" % i, draw.randbytes(2000)) for i in range(4000)]
+    items = [
+        (b"%08d" % i, datum.serialize(channels=1, height=20, width=100, data=draw.randbytes(2000), label=0))
+        for i in range(4000)
+    ]
     return make(folder, items, write_buffer_size=1 << 20, **options), items
 
 
@@ -297,33 +300,31 @@ def cut_log(folder):
     return log
 
 
-def test_a_cut_log_is_refused_where_there_is_a_manifest(tmp_path):
-    folder, items = four_thousand(tmp_path / "db")
-    tally = Tally()
-    for key, value in items:
-        tally.add(key, value, (1, 1, 2000), 0, False)
-    write_manifest(folder, tally.manifest(backend="leveldb"), tally.crcs)
-    with open_source(folder) as source:
-        assert len(source) == 4000
-    cut_log(folder)
-    with (
-        pytest.warns(DatasetWarning, match="ends inside a record"),
-        pytest.raises(ManifestMismatch, match="does not hold what its manifest") as caught,
-    ):
-        open_source(folder)
-    assert "4000 records" in str(caught.value)
-    assert "cut write-ahead log" in str(caught.value)
-
-
-def test_a_cut_log_is_told_where_there_is_no_manifest(tmp_path):
+def test_a_cut_log_is_refused_and_salvage_keeps_what_is_there(tmp_path):
+    """LevelDB itself would go on with fewer records and say nothing."""
     folder, items = four_thousand(tmp_path / "db")
     log = cut_log(folder)
-    with pytest.warns(DatasetWarning, match=f"{log.name} ends inside a record"):
-        source = open_source(folder)
-    with source:
+    before = golden.snapshot(folder)
+    with pytest.raises(DatasetTruncated, match=log.name) as caught:
+        open_source(folder)
+    assert "--salvage" in str(caught.value)
+    assert verify.main([str(folder), "--salvage", str(tmp_path / "sound")]) == 1
+    with open_source(tmp_path / "sound") as source:
         assert 3000 < len(source) < 4000
         stored = dict(items)
         assert all(stored[record.key] == record.value for record in source.read_many(range(len(source))))
+    assert golden.snapshot(folder) == before
+
+
+def test_a_log_that_lost_whole_records_is_refused_where_there_is_a_manifest(tmp_path):
+    folder, items = four_thousand(tmp_path / "db")
+    tally = Tally()
+    for key, value in [*items, (b"zzz", b"a record that a later copy of the log lacks")]:
+        tally.add(key, value, (1, 1, 2000), 0, False)
+    write_manifest(folder, tally.manifest(backend="leveldb"), tally.crcs)
+    with pytest.raises(ManifestMismatch, match="does not hold what its manifest") as caught:
+        open_source(folder)
+    assert "4001 records" in str(caught.value)
 
 
 # without plyvel -------------------------------------------------------------------------------------------------------

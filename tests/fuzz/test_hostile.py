@@ -202,7 +202,7 @@ except (MemoryError, OSError) as error:
 
 
 def test_the_bombs_are_real(files: dict[str, bytes], tmp_path: Path) -> None:
-    """What the limit of memory forbids is what decoding would take. In a new process, which has no freed memory to reuse."""
+    """What the limit of memory forbids is what decoding would take. In a process without freed memory to reuse."""
     for name in ("png", "gif", "tiff-deflate", "webp", "jpeg"):
         (tmp_path / name).write_bytes(files[name])
         done = subprocess.run([sys.executable, "-c", DECODE, tmp_path / name], check=False, timeout=60)
