@@ -227,12 +227,11 @@ def _made_of(causes: list[StallCause]) -> str:
     for cause in causes:
         place = advice.label(cause.where, cause.why, cause.side)
         places[place] = places.get(place, 0.0) + cause.seconds
-    if set(places) <= {"unknown"}:  # which says nothing
-        return ""
     total = sum(places.values())
-    top = sorted(places.items(), key=lambda item: -item[1])[:3]
-    parts = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in top if part >= 0.05 * total)
-    return f": {parts}" if parts else ""
+    top = [item for item in sorted(places.items(), key=lambda item: -item[1])[:3] if item[1] >= 0.05 * total]
+    if [name for name, _ in top] in ([], ["unknown"]):  # that alone says nothing
+        return ""
+    return ": " + ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in top)
 
 
 _REASONS = {

@@ -150,6 +150,10 @@ def test_a_browser_draws_it(tmp_path: Path, job: Job, width: int) -> None:
         "document.body.dataset.drawn = document.querySelectorAll('.chart svg path[d], .chart svg rect').length;"
         "const rows = [...document.querySelectorAll('[data-name=causes] tbody tr')];"
         "document.body.dataset.tallest = Math.max(0, ...rows.map((row) => row.offsetHeight));"
+        "const name = rows[0]?.cells[0], frame = name?.closest('.table');"
+        "if (frame) frame.scrollLeft = 9999;"
+        "const left = (box) => box.getBoundingClientRect().left;"
+        "document.body.dataset.away = frame ? left(frame) - left(name) : 0;"
         "const inner = [...document.querySelectorAll('.table')].filter((box) => box.scrollWidth > box.clientWidth);"
         "document.body.dataset.cut = inner.filter((box) => getComputedStyle(box).overflowX != 'auto').length;"
         "document.body.dataset.copies = document.querySelectorAll('button.copy').length;</script></body>"
@@ -168,5 +172,6 @@ def test_a_browser_draws_it(tmp_path: Path, job: Job, width: int) -> None:
     assert int(body["data-overflow"] or 0) <= 0
     assert int(body["data-drawn"] or 0) > 20
     assert int(body["data-tallest"] or 0) <= 60  # at most two lines
+    assert float(body["data-away"] or 0) <= 1  # a row's name stays in sight when the table is moved
     assert int(body["data-cut"] or 0) == 0
     assert int(body["data-copies"] or 0) >= 4
