@@ -134,7 +134,7 @@ def _failed(error: Exception, doing: str) -> CupyProbe:
         return CupyProbe(
             "no_libcuda",
             problem=f"no CUDA driver, or one too old for this cupy: {text}",
-            hint="install or update the driver, or use the extra gpu12",
+            hint="install or update the driver, or, in the checkout: pip install '.[gpu12]'",
             error=error,
         )
     if "nodevice" in lowered or "no cuda-capable device" in lowered:

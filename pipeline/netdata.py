@@ -6,6 +6,7 @@ The configuration wins over the prototxt, key by key, and every such decision be
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,9 +50,10 @@ def complete(document: dict[str, Any], base: Path) -> Config:
 def existing(key: str, path: str, base: Path) -> str:
     """``path`` where it exists: relative to the current directory, else to ``base``. Raises :class:`UsageError`."""
     given = Path(path).expanduser()
-    if given.exists():
+    # os.path.exists: of a path that no system can have (too long a name), Path.exists raises OSError
+    if os.path.exists(given):
         return str(given)
-    if not given.is_absolute() and (base / given).exists():
+    if not given.is_absolute() and os.path.exists(base / given):
         return str(base / given)
     looked = [str(given.absolute())] + ([] if given.is_absolute() else [str((base / given).absolute())])
     raise UsageError(

@@ -70,7 +70,8 @@ def _check(*arguments: str | Path, cwd: Path, says: list[str]) -> None:
         ([EXAMPLE, "--solver=bad_solver.prototxt"], ["bad_solver.prototxt", "max_iters"]),
         ([EXAMPLE, "--nope=1"], ["unknown key nope"]),
         ([EXAMPLE, f"--run.folder={'x' * 300}"], ["run.folder: xxx", "cannot be used", "too long"]),
-        ([EXAMPLE, "--data.train.batch=1000000", "--feed.depth=2"], ["no memory for", "1000000", "smaller"]),
+        ([EXAMPLE, "--net=huge.prototxt"], ["no memory for net 'LeNet'", "GiB available", "a smaller batch"]),
+        ([EXAMPLE, f"--net={'x' * 300}"], ["net: xxx", "does not exist"]),
         (
             [EXAMPLE, "--data.train.source=memory:records=64,shape=3x28x28"],
             ["data.train has 3 channels, data.test has 1: layer 'conv1'"],
@@ -89,6 +90,7 @@ def test_wrong_input_is_one_message_and_exit_code_2(
     (tmp_path / "typo.yaml").write_text("feed: {worker: 2}\n")
     (tmp_path / "twice.yaml").write_text("trainers: 1\ntrainers: 1\n")
     (tmp_path / "bad_field.prototxt").write_text(NET.replace("num_output: 20", "num_outputs: 20"))
+    (tmp_path / "huge.prototxt").write_text(NET.replace("num_output: 500", "num_output: 2000000000"))
     (tmp_path / "bad_bottom.prototxt").write_text(NET.replace('bottom: "pool2"', 'bottom: "pool7"'))
     (tmp_path / "bad_solver.prototxt").write_text(SOLVER.replace("max_iter: 500", "max_iters: 500"))
     (tmp_path / "plain.prototxt").write_text(_without_data_layers(NET))
