@@ -267,13 +267,17 @@ def _for_place(where: str, model: Model, parts: list[Model], timeline: Timeline,
         "host": "show the loss less often: a larger display in the solver's prototxt",
         "checkpoint": "raise run.checkpoint_every",
         "sync": "look at the slowest trainer",
-    }.get(where, _unknown(model, setting))
+    }.get(where, _unknown(model, parts, timeline, setting))
 
 
-def _unknown(model: Model, setting: Setting) -> str:
+def _unknown(model: Model, parts: list[Model], timeline: Timeline, setting: Setting) -> str:
     """What to do about time of the feed that no stage covers."""
     if not model.known.any():
         return "set profile.detail: full, which records the stages of the feed"
-    if model.serial and setting.recording_s:  # the trainer makes the batches, and its spans are most of the cost
-        return f"{_UNKNOWN}; what recording costs, {setting.recording_s:.2g} s in all, falls there too"
-    return _UNKNOWN
+    if not model.serial:
+        return _UNKNOWN
+    # The trainer makes the batches: its spans are most of what recording costs, and a worker would hide both.
+    said = [_more(model, parts, timeline, setting)[0] or _UNKNOWN]
+    if setting.recording_s:
+        said.append(f"what recording costs, {setting.recording_s:.2g} s in all, falls there too")
+    return "; ".join(said)

@@ -80,7 +80,8 @@ class Report:
         data = [cause for cause in steady if cause.side == "data"]
         waited = sum(self.partition.get(part, 0.0) for part in ("feed_wait", "h2d"))
         if data and waited >= NO_STALL * self.wall_s:
-            return next((cause for cause in data if cause.where != "unknown" or cause.why == "fault"), data[0])
+            known = (cause for cause in data if cause.where != "unknown" and 2 * cause.seconds >= data[0].seconds)
+            return data[0] if data[0].why == "fault" else next(known, data[0])
         return next(iter(self.stalls), None)
 
     def to_json(self) -> dict[str, Any]:

@@ -276,6 +276,7 @@ def test_the_advice_on_top_is_for_what_the_answer_names(tmp_path: Path) -> None:
     assert made.headline.startswith("Steps waited")
     assert made.first is not None
     assert made.first.side == "data"
+    assert "feed.engine: ray" in made.first.remedy
     made = report.build(store.load_run(folder_of(tmp_path / "other", Job(profiler=8.0))))
     assert made.first is not None
     assert made.first.side == "profiler"
