@@ -59,6 +59,11 @@ class Datum:
     float_data: NDArray[np.float32] | None = None
     encoded: bool = False
 
+    @property
+    def finite(self) -> bool:
+        """False where ``float_data`` holds NaN or an infinity: one such value spoils every sum it enters."""
+        return self.float_data is None or bool(np.isfinite(self.float_data).all())
+
 
 def parse(value: Buffer, where: object = "a record") -> Datum:
     """Read a Datum from its wire format without copying the image bytes.

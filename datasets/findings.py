@@ -60,6 +60,11 @@ def _of_labels(labels: Labels, complete: bool) -> list[str]:
 
 def _of_content(found: Survey) -> list[str]:
     warned = []
+    if found.not_finite:
+        warned.append(
+            f"{_many(found.not_finite, 'record')} with NaN or infinity, the first is record {found.first_not_finite}: "
+            "a loss and a mean that meet one are lost"
+        )
     shapes, encodings = found.shapes, found.encodings
     if len(shapes) > 1:
         (common, _), (rare, _) = shapes.most_common()[0], shapes.most_common()[-1]

@@ -200,8 +200,8 @@ class LmdbSource(Source):
                 f"{self.path} holds named databases and no records of its own",
                 expected="records in the main database, or the name of another",
                 found=_listed(names),
-                hint=f"name one: data.<phase>.db: {names[0].decode('utf-8', 'backslashreplace')}, "
-                "or open_source(path, db=…)",
+                hint=f"name one: --db {names[0].decode('utf-8', 'backslashreplace')} on the command line, "
+                "data.<phase>.db in a job, db= in open_source",
             )
 
     def _open_db(self, env: lmdb.Environment) -> Any:

@@ -54,7 +54,7 @@ def compute(source: Source, color: Color | None = None, progress: Callable[[int]
 
     Raises
     ------
-    DatumError: a record cannot be decoded, or has another size than the first; both are named.
+    DatumError: a record cannot be decoded, is not finite, or has another size than the first; both are named.
     StallscopeError: there are no records.
     """
     total: NDArray[np.float32] | None = None
@@ -62,7 +62,13 @@ def compute(source: Source, color: Color | None = None, progress: Callable[[int]
     done = 0
 
     def image_of(record: Record) -> tuple[Record, NDArray[Any]]:
-        return record, decode.to_image(datum.parse(record.value, record), record, color)
+        parsed = datum.parse(record.value, record)
+        if not parsed.finite:
+            raise DatumError(
+                f"{record} holds NaN or infinity: every value that it enters of the mean would be lost",
+                hint="python -m datasets.verify counts such records",
+            )
+        return record, decode.to_image(parsed, record, color)
 
     for record, image in in_order(image_of, records_of(source)):
         if total is None:

@@ -146,6 +146,7 @@ class Survey:
     sizes: bytes of each value read, in order; places: the record numbers of the smallest and the largest.
     bad: the first records that cannot be understood, as {index, key, reason}; bad_records: how many there are.
     unflagged: records that hold an image file and do not say so. no_label: the first record without a label.
+    not_finite: records with NaN or infinity among their floats; first_not_finite: the first of them.
     on_disk: the files, as they were before the records were read.
     """
 
@@ -164,6 +165,8 @@ class Survey:
     bad_records: int = 0
     unflagged: int = 0
     no_label: int | None = None
+    not_finite: int = 0
+    first_not_finite: int | None = None
     on_disk: Footprint | None = None
 
     @property
@@ -191,6 +194,10 @@ class Survey:
                 counts[name] += 1
                 self.first.setdefault((kind, name), record.index)
         self.unflagged += not seen.flagged
+        if not parsed.finite:
+            self.not_finite += 1
+            if self.first_not_finite is None:
+                self.first_not_finite = record.index
         if len(parsed.data) and parsed.float_data is not None:
             self.labels.vectors += 1
         elif parsed.label is None:

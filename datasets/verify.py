@@ -55,6 +55,7 @@ class Seen:
     encoded: bool = False
     mode: str = ""
     flagged: bool = True
+    finite: bool = True
 
 
 Sink = Callable[[Seen], None]
@@ -69,7 +70,8 @@ class _Report:
         self.bad: list[dict[str, Any]] = []
         self.damage: list[dict[str, Any]] = []
         self.modes: Counter[str] = Counter()
-        self.unflagged = self.unlabelled = 0
+        self.unflagged = self.unlabelled = self.not_finite = 0
+        self.first_not_finite = b""
         self.last_key: bytes | None = None
         self._suspects: list[tuple[dict[str, Any], Suspect]] = []
         self.expected, self.matcher = _checksums(reader)
@@ -106,6 +108,9 @@ class _Report:
             self.modes[seen.mode] += 1
         self.unflagged += not seen.flagged
         self.unlabelled += seen.label is None
+        if not seen.finite:
+            self.first_not_finite = self.first_not_finite or item.key
+            self.not_finite += 1
         if sink is not None:
             sink(seen)
 
@@ -171,6 +176,10 @@ class _Report:
             found.append(f"{self.unflagged} records hold image files but lack the flag 'encoded'")
         if self.unlabelled:
             found.append(f"{self.unlabelled} records have no label")
+        if self.not_finite:
+            found.append(
+                f"{self.not_finite} records hold NaN or infinity, the first has key '{key_text(self.first_not_finite)}'"
+            )
         return found
 
 
@@ -236,7 +245,9 @@ def _look(item: Stored | Lost) -> Seen | Lost:
             channels, height, width = decode.to_image(parsed, _HERE, "color" if odd else None).shape
     except DatumError as error:
         return Seen(item, crc, _brief(error))
-    return Seen(item, crc, "", (channels, height, width), parsed.label, parsed.encoded, seen.mode, seen.flagged)
+    return Seen(
+        item, crc, "", (channels, height, width), parsed.label, parsed.encoded, seen.mode, seen.flagged, parsed.finite
+    )
 
 
 _HERE = "the record"

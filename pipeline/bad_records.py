@@ -85,10 +85,10 @@ class Found:
         at = int(self._count[0])
         if at == len(self._rows):
             raise TooManyBadRecords(
-                "one batch met more records that cannot be used than there is room to write down",
-                expected=f"at most {len(self._rows)}",
+                "one batch met more records that cannot be used than a batch may, whatever data.bad_record_cap says",
+                expected=f"at most {len(self._rows)} in one batch",
                 found=f"the last one: {error.what}",
-                hint="is this the right data set, and do its images have the size and mode of record 0?",
+                hint="python -m datasets.verify lists all of them and can save the sound ones to a new data set",
             )
         shown = show_key(key) if key else "?"
         self._rows[at] = (
@@ -165,7 +165,7 @@ class Tally:
             raise TooManyBadRecords(
                 f"{len(self.known)} of the {self.records} records of {self.source} cannot be used, up to step {step}",
                 expected=f"at most {self.limit} (data.bad_record_cap: {self.cap:g})",
-                found="; ".join(self._listed) + (f"; and {more} more" if more > 0 else ""),
+                found="; ".join(self._listed + ([f"{more} more that were known before"] if more > 0 else [])),
                 hint="python -m datasets.verify lists all of them and can save the sound ones to a new data set",
             )
 

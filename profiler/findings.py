@@ -134,7 +134,9 @@ def _bad_records(run: Run) -> list[Finding]:
         done = {"skip": "skipped, others stood in for them", "zero": "taken as zeros with their labels"}[policy]
         listed = [f"{note.get('key')} ({note.get('reason')})" for note in list(records.values())[:_MANY]]
         text = f"{count} record{'s' if count != 1 else ''} of the {phase} set could not be used and "
-        text += ("was " if count == 1 else "were ") + (done if count != 1 else done.replace("them", "it"))
+        if count == 1:
+            done = {"skip": "skipped, another stood in for it", "zero": "taken as zeros with its label"}[policy]
+        text += ("was " if count == 1 else "were ") + done
         text += f": key{'s' if count != 1 else ''} {', '.join(listed)}" if listed else ""
         text += f" and {count - len(listed)} more" if count > len(listed) else ""
         if epochs:

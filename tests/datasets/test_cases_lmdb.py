@@ -354,7 +354,7 @@ def test_an_environment_of_named_databases_lists_them(tmp_path):
     with pytest.raises(NotADataset, match="holds named databases") as caught:
         open_source(folder)
     assert "'images', 'labels'" in str(caught.value)
-    assert "db: images" in str(caught.value)
+    assert "--db images" in str(caught.value)
     with open_source(folder, db="labels") as source:
         assert source.read(0).value == b"labels"
     with pytest.raises(NotADataset, match="one of: 'images', 'labels'"):

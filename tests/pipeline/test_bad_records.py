@@ -16,7 +16,7 @@ from datasets.errors import DatasetCorrupt
 from datasets.order import Order
 from datasets.source import Record, Source
 from pipeline import ray_runtime
-from pipeline.bad_records import ATTEMPTS, ENTRY, Found, Reason, TooManyBadRecords, read_rows
+from pipeline.bad_records import ATTEMPTS, ENTRY, Found, Reason, Tally, TooManyBadRecords, read_rows
 from pipeline.config import validate
 from pipeline.feed import Feed
 from pipeline.maker import BatchMaker, LocalReader, probe
@@ -25,7 +25,7 @@ from pipeline.settings import load
 from pipeline.spec import FeedSpec, TransformSpec, feed_spec
 from profiler import store
 from profiler.errors import StallscopeError, UsageError
-from profiler.recorder import Recorder
+from profiler.recorder import NULL, Recorder
 from tests.pipeline.build import encoded, image_file, picture, raw, write_leveldb, write_lmdb
 
 RECORDS, BATCH, STEPS = 103, 8, 30
@@ -362,7 +362,7 @@ def test_rows_keep_long_and_strange_keys_readable() -> None:
     assert rows["used"].tolist() == [9, 3]
     assert rows["key"][1] == b"?"
     assert rows["key"][0].startswith(rb"'\\xff")
-    with pytest.raises(TooManyBadRecords, match="room to write down"):
+    with pytest.raises(TooManyBadRecords, match="than a batch may"):
         found.add(1, 1, 4, b"", StallscopeError("third"))
 
 
@@ -464,3 +464,10 @@ def test_a_job_that_skips_resumes_to_the_same_bits_and_reports_the_keys(sets: di
     assert "00000017_img" in (tmp_path / "whole" / "report.html").read_text()
     with pytest.raises(UsageError, match="on_bad_record"):
         train("parts", 30, **{"run.if_exists": "resume", "data.on_bad_record": "stop"})
+
+
+def test_records_known_from_an_earlier_part_are_counted_in_words() -> None:
+    tally = Tally("skip", 0.01, 100, "a set", "train", NULL, known=[1, 2, 3])
+    with pytest.raises(TooManyBadRecords) as caught:
+        tally.take(40, 1, [])
+    assert caught.value.found == "3 more that were known before"
