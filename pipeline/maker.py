@@ -363,7 +363,7 @@ class BatchMaker:
             label = label_alone(record) if not isinstance(record, StallscopeError) else None
             check_label(label, self.probe.layout.label_width, record)
         except RECORD_ERRORS:
-            error.hint = "its label cannot be read either, and zero keeps it: use on_bad_record: skip"
+            error.hint = "on_bad_record: zero keeps labels, and this one cannot be read; try on_bad_record: skip"
             raise error from None
         return label
 
