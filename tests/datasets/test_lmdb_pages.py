@@ -11,7 +11,7 @@ from datasets.errors import DatasetCorrupt
 from datasets.lmdb_pages import LmdbReader
 from datasets.source import open_source
 from tests.datasets import golden
-from tests.datasets.test_verify import PAGE, change, pages, write_lmdb
+from tests.datasets.damage import PAGE, change, pages, write_lmdb
 
 VALUE = datum.serialize(channels=1, height=10, width=10, data=bytes(100), label=3)
 

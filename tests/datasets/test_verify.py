@@ -1,4 +1,4 @@
-"""The check of whole data sets on healthy databases and on every kind of damage; what it salvages."""
+"""The check of whole data sets on healthy databases and on every kind of damage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import plyvel
 import pytest
 from PIL import Image
 
-from datasets import datum, manifest, raw, salvage, threads, verify
+from datasets import datum, manifest, raw, threads, verify
 from datasets.errors import (
     CodecMissing,
     DatasetChanged,
@@ -29,88 +29,17 @@ from datasets.errors import (
 from datasets.source import open_source
 from profiler.errors import UsageError
 from tests.datasets import golden
-
-Records = dict[bytes, bytes]
-PAGE = 4096
-
-
-def raw_records(count: int, big_every: int = 3, key: str = "%08d") -> Records:
-    """Raw Datum records; every ``big_every``-th has a value on overflow pages of its own."""
-    draw = random.Random(1)
-    made = {}
-    for index in range(count):
-        shape = (3, 30, 31) if index % big_every == 0 else (1, 7, 9)
-        data = draw.randbytes(shape[0] * shape[1] * shape[2])
-        channels, height, width = shape
-        made[(key % index).encode()] = datum.serialize(
-            channels=channels, height=height, width=width, data=data, label=index % 10
-        )
-    return made
-
-
-def write_lmdb(folder: Path, records: Records, db: bytes | None = None) -> Path:
-    with lmdb.open(str(folder), map_size=64 << 20, lock=False, max_dbs=4) as env:
-        handle = env.open_db(db)
-        with env.begin(db=handle, write=True) as txn:
-            for key, value in records.items():
-                txn.put(key, value)
-    return folder
-
-
-def write_leveldb(folder: Path, records: Records, **options: object) -> Path:
-    with plyvel.DB(str(folder), create_if_missing=True, **options) as db:
-        for key, value in records.items():
-            db.put(key, value)
-    for name in ("LOCK", "LOG"):
-        (folder / name).unlink()
-    return folder
-
-
-def write_manifest(folder: Path, records: Records, backend: str = "lmdb") -> None:
-    tally = manifest.Tally()
-    for key, value in sorted(records.items()):
-        tally.add(key, value, (1, 1, 1), 0, False)
-    manifest.write_manifest(folder, tally.manifest(backend=backend), tally.crcs)
-
-
-def examine(folder: Path, sound: Records | None = None) -> dict:
-    def keep(seen: verify.Seen) -> None:
-        if sound is not None:
-            sound[seen.item.key] = seen.item.value
-
-    document = verify.examine(raw.open_raw(str(folder)), keep)
-    json.dumps(document, allow_nan=False)
-    return document
-
-
-def change(folder: Path, at: int, new: bytes) -> None:
-    file = folder / "data.mdb" if folder.is_dir() else folder
-    content = bytearray(file.read_bytes())
-    content[at : at + len(new)] = new
-    file.write_bytes(content)
-
-
-def pages(folder: Path, kind: int) -> list[int]:
-    """Numbers of the pages with this flag (1 branch, 2 leaf, 4 overflow) on which the newer tree stands."""
-    content = (folder / "data.mdb").read_bytes()
-    found, number = [], 2
-    while number < len(content) // PAGE:
-        flags = int.from_bytes(content[number * PAGE + 10 : number * PAGE + 12], "little")
-        if flags == kind:
-            found.append(number)
-        count = int.from_bytes(content[number * PAGE + 12 : number * PAGE + 16], "little") if flags == 4 else 1
-        number += count
-    return found
-
-
-@pytest.fixture(scope="module")
-def records() -> Records:
-    return raw_records(2000)
-
-
-@pytest.fixture
-def lmdb_folder(tmp_path: Path, records: Records) -> Path:
-    return write_lmdb(tmp_path / "db", records)
+from tests.datasets.damage import (
+    PAGE,
+    Records,
+    change,
+    examine,
+    pages,
+    raw_records,
+    write_leveldb,
+    write_lmdb,
+    write_manifest,
+)
 
 
 @pytest.mark.parametrize("name", golden.LMDBS + golden.LEVELDBS)
@@ -480,88 +409,6 @@ def test_a_manifest_that_cannot_be_used(lmdb_folder: Path, records: Records) -> 
     place.unlink()  # the count alone is of use
     document = examine(lmdb_folder)
     assert (document["manifest"], document["expected"], verify.fine(document)) == (False, 2000, True)
-
-
-# Salvage -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
-def test_salvage_copies_what_is_sound(lmdb_folder: Path, records: Records, tmp_path: Path, backend: str) -> None:
-    write_manifest(lmdb_folder, records)
-    change(lmdb_folder, pages(lmdb_folder, 4)[7] * PAGE + 500, b"rot")
-    change(lmdb_folder, pages(lmdb_folder, 2)[3] * PAGE, b"\0" * 16)
-    before = golden.snapshot(lmdb_folder)
-    out = tmp_path / "saved"
-    document = salvage.salvage(raw.open_raw(str(lmdb_folder)), out, backend=backend)
-    assert golden.snapshot(lmdb_folder) == before
-    saved = document["salvaged"]
-    assert (saved["path"], saved["backend"], saved["records"]) == (str(out), backend, document["sound"])
-    assert saved["lost"] == 2000 - document["sound"] == len(document["bad"]) > 1
-    with open_source(out) as source:
-        kept = {record.key: record.value for record in source.read_many(range(len(source)))}
-    lost = {entry["key"].encode() for entry in document["bad"]}
-    assert kept == {key: value for key, value in records.items() if key not in lost}
-    told = manifest.read_manifest(out)
-    assert told is not None
-    assert (told.records, told.skipped_count) == (document["sound"], saved["lost"])
-    assert told.skipped[0].startswith("page ")
-    assert any(line.startswith(document["bad"][0]["key"]) for line in told.skipped)
-    assert told.shapes == {"1x7x9": told.shapes["1x7x9"], "3x30x31": told.shapes["3x30x31"]}
-    assert verify.fine(examine(out))
-    assert examine(out)["manifest"]
-
-
-def test_salvage_of_a_truncated_lmdb_and_of_a_leveldb_with_a_bad_block(tmp_path: Path, records: Records) -> None:
-    cut = write_lmdb(tmp_path / "cut", records)
-    os.truncate(cut / "data.mdb", (cut / "data.mdb").stat().st_size // 2 // PAGE * PAGE)
-    rotten = write_leveldb(tmp_path / "rotten", records, compression="snappy", write_buffer_size=1 << 18)
-    table = sorted(rotten.glob("*.ldb"))[1]
-    change(table, table.stat().st_size // 3, b"rot")
-    for folder, least in ((cut, 500), (rotten, 1900)):
-        before = golden.snapshot(folder)
-        document = salvage.salvage(raw.open_raw(str(folder)), tmp_path / f"{folder.name}_saved")
-        assert golden.snapshot(folder) == before
-        with open_source(tmp_path / f"{folder.name}_saved") as source:
-            kept = {record.key: record.value for record in source.read_many(range(len(source)))}
-        assert least < len(kept) == document["salvaged"]["records"] < 2000
-        assert kept == {key: records[key] for key in kept}
-        told = manifest.read_manifest(tmp_path / f"{folder.name}_saved")
-        assert told is not None
-        assert told.skipped[0].startswith(document["damage"][0]["place"])
-    assert document["backend"] == document["salvaged"]["backend"] == "leveldb"
-
-
-def test_salvage_touches_neither_source_nor_strangers(lmdb_folder: Path, tmp_path: Path) -> None:
-    reader = raw.open_raw(str(lmdb_folder))
-    (tmp_path / "link").symlink_to(lmdb_folder)
-    for out in (lmdb_folder, lmdb_folder / "inside", tmp_path / "link", tmp_path):
-        with pytest.raises(UsageError, match="not apart"):
-            salvage.salvage(reader, out, force=True)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "thesis.tex").touch()
-    with pytest.raises(UsageError, match="stays as it is"):
-        salvage.salvage(reader, tmp_path / "other", force=True)
-    salvage.salvage(reader, tmp_path / "saved")
-    with pytest.raises(UsageError, match="exists already"):
-        salvage.salvage(reader, tmp_path / "saved")
-    assert salvage.salvage(reader, tmp_path / "saved", force=True)["salvaged"]["records"] == 2000
-
-
-def test_nothing_sound_makes_no_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_lmdb(tmp_path / "db", {b"a": b"\xff", b"b": b"\xff"})
-    assert verify.main([str(folder), "--salvage", str(tmp_path / "out")]) == 1
-    assert "not one record is sound" in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["db"]
-
-
-def test_salvage_of_records_without_labels_and_numbers(tmp_path: Path) -> None:
-    value = datum.serialize(channels=2, height=1, width=1, float_data=[1.5, 2.5])
-    folder = write_lmdb(tmp_path / "db", {b"b/1": value, b"a/2": value, b"c": b"\xff"})
-    document = salvage.salvage(raw.open_raw(str(folder)), tmp_path / "out")
-    assert (document["salvaged"]["records"], document["salvaged"]["lost"]) == (2, 1)
-    told = manifest.read_manifest(tmp_path / "out")
-    assert told is not None
-    assert (told.labels, told.label_range, told.key_order, told.first_key) == ({}, None, "bytes", "a/2")
 
 
 # The command -------------------------------------------------------------------------------------------------------

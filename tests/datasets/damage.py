@@ -1,0 +1,84 @@
+"""Small databases to damage, and the check of what is left of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import lmdb
+import plyvel
+
+from datasets import datum, manifest, raw, verify
+
+Records = dict[bytes, bytes]
+PAGE = 4096
+
+
+def raw_records(count: int, big_every: int = 3, key: str = "%08d") -> Records:
+    """Raw Datum records; every ``big_every``-th has a value on overflow pages of its own."""
+    draw = random.Random(1)
+    made = {}
+    for index in range(count):
+        shape = (3, 30, 31) if index % big_every == 0 else (1, 7, 9)
+        data = draw.randbytes(shape[0] * shape[1] * shape[2])
+        channels, height, width = shape
+        made[(key % index).encode()] = datum.serialize(
+            channels=channels, height=height, width=width, data=data, label=index % 10
+        )
+    return made
+
+
+def write_lmdb(folder: Path, records: Records, db: bytes | None = None) -> Path:
+    with lmdb.open(str(folder), map_size=64 << 20, lock=False, max_dbs=4) as env:
+        handle = env.open_db(db)
+        with env.begin(db=handle, write=True) as txn:
+            for key, value in records.items():
+                txn.put(key, value)
+    return folder
+
+
+def write_leveldb(folder: Path, records: Records, **options: object) -> Path:
+    with plyvel.DB(str(folder), create_if_missing=True, **options) as db:
+        for key, value in records.items():
+            db.put(key, value)
+    for name in ("LOCK", "LOG"):
+        (folder / name).unlink()
+    return folder
+
+
+def write_manifest(folder: Path, records: Records, backend: str = "lmdb") -> None:
+    tally = manifest.Tally()
+    for key, value in sorted(records.items()):
+        tally.add(key, value, (1, 1, 1), 0, False)
+    manifest.write_manifest(folder, tally.manifest(backend=backend), tally.crcs)
+
+
+def examine(folder: Path, sound: Records | None = None) -> dict:
+    def keep(seen: verify.Seen) -> None:
+        if sound is not None:
+            sound[seen.item.key] = seen.item.value
+
+    document = verify.examine(raw.open_raw(str(folder)), keep)
+    json.dumps(document, allow_nan=False)
+    return document
+
+
+def change(folder: Path, at: int, new: bytes) -> None:
+    file = folder / "data.mdb" if folder.is_dir() else folder
+    content = bytearray(file.read_bytes())
+    content[at : at + len(new)] = new
+    file.write_bytes(content)
+
+
+def pages(folder: Path, kind: int) -> list[int]:
+    """Numbers of the pages with this flag (1 branch, 2 leaf, 4 overflow) on which the newer tree stands."""
+    content = (folder / "data.mdb").read_bytes()
+    found, number = [], 2
+    while number < len(content) // PAGE:
+        flags = int.from_bytes(content[number * PAGE + 10 : number * PAGE + 12], "little")
+        if flags == kind:
+            found.append(number)
+        count = int.from_bytes(content[number * PAGE + 12 : number * PAGE + 16], "little") if flags == 4 else 1
+        number += count
+    return found
