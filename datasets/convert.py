@@ -15,7 +15,7 @@ from typing import Any
 
 from datasets import convert_arrays, convert_files, convert_list, writer
 from datasets.convert_inputs import ImageOptions, Inputs
-from datasets.convert_run import DEFAULT_SEED, Plan, check_names, check_targets, convert
+from datasets.convert_run import DEFAULT_SEED, Plan, check_names, check_targets, convert, may_be_there
 from datasets.convert_stream import SampleStream
 from datasets.convert_work import folder_of
 from datasets.manifest import Manifest
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options=_recorded(arguments),
     )
     check_names(plan)
-    if not folder_of(plan.out).exists():
+    if not folder_of(plan.out).exists() and not may_be_there(plan):
         check_targets(plan)  # before a large source is read
     inputs = _open(arguments, plan)
     from rich.console import Console

@@ -7,7 +7,7 @@ import io
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -164,29 +164,60 @@ class Remarks:
         return told
 
 
+@dataclass(slots=True)
+class _Reason:
+    """How often a reason was found; the first few problems, and where they are."""
+
+    count: int = 0
+    texts: list[str] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+
+
 class Problems:
-    """Everything wrong with a source, told at once: the first 20 word for word, the others by number."""
+    """Everything wrong with a source, told at once.
+
+    What is wrong for one reason at more than five places is told once, with their number and the first of them. The
+    first 20 reasons are told word for word, the others by number.
+    """
 
     def __init__(self, source: object, hint: str | None = None) -> None:
         self.source = source
         self.hint = hint
         self.count = 0
-        self.listed: list[str] = []
+        self._reasons: dict[str, _Reason] = {}
 
-    def add(self, text: str) -> None:
+    def add(self, text: str, where: str = "") -> None:
+        """Note a problem. ``where``: the place that ``text`` begins with; what is left of it is the reason."""
         self.count += 1
-        if len(self.listed) < _LISTED:
-            self.listed.append(text)
+        where = where if text.startswith(where) else ""
+        name = text[len(where) :]
+        if name not in self._reasons and len(self._reasons) >= _LISTED:
+            return
+        reason = self._reasons.setdefault(name, _Reason())
+        reason.count += 1
+        if len(reason.texts) < _NOTED:
+            reason.texts.append(text)
+            reason.places.append(where)
+
+    def _lines(self) -> Iterator[str]:
+        told = 0
+        for name, reason in self._reasons.items():
+            if reason.count > _NOTED and reason.places[0]:
+                told += reason.count
+                yield f"  {reason.count} times: {name.lstrip(': ')}"
+                yield f"    at {', '.join(reason.places)} and {reason.count - _NOTED} more"
+            else:
+                told += len(reason.texts)
+                yield from (f"  {text}" for text in reason.texts)
+        if told < self.count:
+            yield f"  and {self.count - told} more"
 
     def raise_any(self, hint: str | None = None) -> None:
         """Raises :class:`InputError` if there are problems."""
         if not self.count:
             return
-        more = self.count - len(self.listed)
         lines = [f"{self.source}: {self.count} problem{'s' if self.count > 1 else ''}; nothing was written"]
-        lines += [f"  {text}" for text in self.listed]
-        if more:
-            lines.append(f"  and {more} more")
+        lines += self._lines()
         raise InputError("\n".join(lines), hint=hint or self.hint)
 
 

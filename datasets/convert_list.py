@@ -39,14 +39,20 @@ def open_list(
     remarks = Remarks()
     inputs: ImageFiles | None = None
     numbers = array("Q")
+    first = usual = 0
     for number, line in _lines(file):
         if inputs is None:
+            first, usual = number, _numbers(line)
             inputs = ImageFiles(root, options, _width(line, root) if pairs else 0)
         try:
             name, label, many = _many_labels(line, inputs.width) if pairs else _one_label(line)
             status = _status(root / name)
         except ValueError as error:
-            text = f"line {number}: {error}"
+            ends = _numbers(line) if pairs else usual
+            if ends not in (inputs.width, usual):  # words of the path may be numbers as well
+                text = f"line {number} ends with {_counted(ends)}, line {first} with {inputs.width}: {_shown(line)}"
+            else:
+                text = f"line {number}: {error}"
             problems.add(text)
             if skip:
                 inputs.add_bad(f"{file}, {text}")
@@ -136,6 +142,16 @@ def _width(line: str, root: Path) -> int:
             found=_shown(line),
         )
     return most
+
+
+def _numbers(line: str) -> int:
+    """How many numbers end the line, after a path of one word or more."""
+    parts = _SPACE.split(line)[1:]
+    return next((index for index, part in enumerate(reversed(parts)) if _float(part) is None), len(parts))
+
+
+def _counted(numbers: int) -> str:
+    return f"{numbers or 'no'} number{'' if numbers == 1 else 's'}"
 
 
 def _float(text: str) -> float | None:

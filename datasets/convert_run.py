@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from datasets.convert_stream import SampleStream, Unshuffled
 from datasets.convert_work import Work, working
 from datasets.manifest import Manifest, Tally, read_manifest, write_manifest
 from datasets.order import Order
+from datasets.source import open_source
 from datasets.targets import check_parent
 from profiler.errors import StallscopeError, UsageError
 
@@ -93,6 +95,44 @@ def check_targets(plan: Plan) -> None:
         writer.check_target(out, plan.force)
 
 
+def may_be_there(plan: Plan) -> bool:
+    """Whether what lies at the targets was made with these options, maybe of the same input."""
+    options = json.loads(json.dumps(plan.options))
+    for out in plan.outs:
+        manifest = _manifest(out)
+        if manifest is None or not manifest.made_from:
+            return False
+        if (manifest.options, manifest.backend, manifest.shuffle_seed) != (options, plan.backend, plan.shuffle_seed):
+            return False
+    return True
+
+
+def _there(plan: Plan, told: dict[str, Any]) -> Manifest | None:
+    """The manifest of the database that the plan would make, if it is there already, whole as far as opening tells."""
+    manifests = []
+    for out in plan.outs:
+        manifest = _manifest(out)
+        if manifest is None or manifest.made_from != _hash(told) or (manifest.skipped_count and not plan.skip):
+            return None
+        try:
+            with open_source(out):
+                manifests.append(manifest)
+        except StallscopeError:
+            return None
+    return manifests[0]
+
+
+def _manifest(out: Path) -> Manifest | None:
+    try:
+        return read_manifest(out)
+    except StallscopeError:
+        return None  # of a newer version or damaged: the database is none that we know
+
+
+def _hash(told: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
 def convert(
     source: Inputs | SampleStream,
     plan: Plan,
@@ -120,6 +160,12 @@ def convert(
                 manifest = read_manifest(plan.out)
                 assert manifest is not None
                 return manifest
+            there = None if plan.force else _there(plan, told)
+            if there is not None:
+                say("a complete database of this input is there already; nothing to do (--force makes it again)")
+                if not work.holds_other(told):
+                    work.remove()
+                return there
             check_targets(plan)
         except BaseException:
             if not (work.folder / "state.json").exists():
@@ -133,9 +179,13 @@ def convert(
                 run = _Run(inputs, plan, work, told)
                 with closing(run):
                     run.open(going_on, say)
-                    return run.write(progress)
+                    try:
+                        return run.write(progress)
+                    except BaseException:
+                        run.keep(say)
+                        raise
         except BaseException as error:
-            _leave(work, error, say, run is not None and run.committed > 0)
+            _leave(work, error, say, 0 if run is None else run.kept)
             raise
 
 
@@ -153,12 +203,13 @@ class NothingStored(StallscopeError):
     """Not one item of the input could be read."""
 
 
-def _leave(work: Work, error: BaseException, say: Callable[[str], object], committed: bool) -> None:
+def _leave(work: Work, error: BaseException, say: Callable[[str], object], kept: int) -> None:
     """Keep what a later run can go on from; otherwise nothing at all."""
-    if isinstance(error, NothingStored) or not (committed or (work.samples / "index").exists()):
+    if isinstance(error, NothingStored) or not (kept or (work.samples / "index").exists()):
         work.remove()
         return
-    told = f"what is done is kept in {work.folder}: the same command goes on from there"
+    what = f"{kept} records are kept" if kept else "no record is stored yet, only the index of the samples is kept,"
+    told = f"{what} in {work.folder}: the same command goes on from there"
     if isinstance(error, StallscopeError):
         error.hint = f"{error.hint}\n            ({told})" if error.hint else told
     else:
@@ -171,6 +222,7 @@ class _Target:
     def __init__(self, folder: Path, backend: str) -> None:
         self.writer = writer.WRITERS[backend](folder)
         self.tally = Tally()
+        self.loaded = 0
 
     def load(self) -> None:
         """Add up what is there already. Raises :class:`StallscopeError` for what no conversion has written."""
@@ -181,6 +233,12 @@ class _Target:
                 raise StallscopeError(f"{key!r} is no key of a conversion")
             shape = (told.channels, told.height, told.width)
             self.tally.add(key, value, shape, parsed.label, parsed.encoded)
+            self.loaded += 1
+
+    @property
+    def kept(self) -> int:
+        """Records on the disk, those of an earlier run included."""
+        return self.loaded + self.writer.committed
 
     @property
     def next_place(self) -> int:
@@ -235,9 +293,17 @@ class _Run:
             target.writer.abandon()
 
     @property
-    def committed(self) -> int:
+    def kept(self) -> int:
         """Records on the disk in all databases, those of an earlier run included."""
-        return self.start + sum(target.writer.committed for target in self.targets)
+        return min((target.kept for target in self.targets), default=0)
+
+    def keep(self, say: Callable[[str], object]) -> None:
+        """After an error or Ctrl-C: commit what is complete, so that nothing has to be made again."""
+        try:
+            for target in self.targets:
+                target.writer.keep()
+        except StallscopeError as error:
+            say(f"the last records could not be kept: {error.what}")
 
     def _note(self, reason: str) -> None:
         self.skips += 1
@@ -300,6 +366,7 @@ class _Run:
                 classes=self.inputs.classes if number == 0 else None,
                 source=self.plan.source,
                 options=self.plan.options,
+                made_from=_hash(self.told),
                 shuffle_seed=self.plan.shuffle_seed,
                 skipped=[*self.reasons, *left_out][:_LISTED_SKIPS],
                 skipped_count=self.skips + len(left_out),

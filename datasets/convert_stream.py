@@ -181,7 +181,7 @@ def index(stream: SampleStream, folder: Path, *, skip: bool, progress: Callable[
             with open(folder / "index.part", "wb") as entries:
                 for number, sample in enumerate(stream.samples()):
                     if sample.problem is not None:
-                        problems.add(sample.problem)
+                        problems.add(sample.problem, sample.where)
                     _append(sample, data, texts, entries, folder)
                     if number % 100 == 99:
                         progress(number + 1)

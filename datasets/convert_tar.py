@@ -22,6 +22,9 @@ _ENDINGS = (".tar", ".tar.gz", ".tgz")
 _LABEL_BYTES = 1 << 20
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _LISTED = 100_000
+_LONGEST_LABEL = 100
+"""Characters of a label in a .cls file: leading zeros are some people's habit, more than this is no label."""
+_TOGETHER = "the files of one sample must follow one another"
 
 
 class Archives(SampleStream):
@@ -42,6 +45,7 @@ class Archives(SampleStream):
         self.left_out.clear()
         for number, path in enumerate(self.files):
             group: _Group | None = None
+            whole = True  # whether the last member of the group could be read
             try:
                 for archive, member, packed in _members(path):
                     reason = _unsafe(member)
@@ -55,11 +59,19 @@ class Archives(SampleStream):
                         group = None
                     if group is None:
                         group = _Group(base, path, number)
+                    whole = False
                     group.add(archive, member, ending, packed, self)
+                    whole = True
             except StallscopeError as error:
                 yield Sample(str(path), problem=error.what)
             except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError) as error:
-                last = f"after the sample {group.base}" if group else "at its beginning"
+                if group is None:
+                    last = "at its beginning"
+                elif whole and group.complete:
+                    yield from group.sample(self)
+                    last = f"after the sample {group.base}"
+                else:
+                    last = f"in or after the sample {group.base}, which is left out"
                 yield Sample(str(path), problem=f"{path} is damaged or cut {last}: {error}")
             else:
                 if group is not None:
@@ -82,6 +94,13 @@ class _Group:
     def where(self) -> str:
         return f"{self.path}: {self.base}"
 
+    @property
+    def complete(self) -> bool:
+        """Whether there are an image, all of it, and a label: what is damaged after them does not touch the sample."""
+        size = self.path.stat().st_size
+        there = all(data is not None or info.offset_data + info.size <= size for _, info, data in self.images)
+        return bool(self.images) and there and (self.cls is not None or self.json is not None)
+
     def add(self, archive: tarfile.TarFile, member: tarfile.TarInfo, ending: str, packed: bool, to: Archives) -> None:
         kind = "." + ending.rpartition(".")[2]
         if ending == to.image or (to.image is None and kind in IMAGE_SUFFIXES):
@@ -102,7 +121,8 @@ class _Group:
             if self.problem:
                 raise ValueError(self.problem)
             if not self.images:
-                raise ValueError(f"{self.where} has no image" + (f" .{to.image}" if to.image else ""))
+                ending = f" .{to.image}" if to.image else ""
+                raise ValueError(f"{self.where} has no image{ending} next to it ({_TOGETHER})")
             if len(self.images) > 1:
                 endings = ", ".join(ending for ending, _, _ in self.images)
                 raise ValueError(f"{self.where} has several images ({endings}): choose with --image ENDING")
@@ -127,7 +147,9 @@ class _Group:
             text = self.cls.decode("ascii", "replace").strip()
             if not _WHOLE.fullmatch(text):
                 raise ValueError(f"{self.where}.cls holds no whole number: {text[:40]!a}")
-            found = int(text[:20])
+            if len(text) > _LONGEST_LABEL:
+                raise ValueError(f"{self.where}.cls holds a number of {len(text)} characters: that is no label")
+            found = int(text)
         elif self.json is not None:
             try:
                 found = json.loads(self.json)
@@ -141,7 +163,7 @@ class _Group:
             if not isinstance(found, int) or isinstance(found, bool):
                 raise ValueError(f"{self.where}.json: the label is not a whole number: {ascii(found)[:40]}")
         else:
-            raise ValueError(f"{self.where} has no label: neither .cls nor .json next to it")
+            raise ValueError(f"{self.where} has no label: neither .cls nor .json next to it ({_TOGETHER})")
         if not INT32.min <= found <= INT32.max:
             raise ValueError(f"{self.where}: the label does not fit into 32 bits")
         return int(found)

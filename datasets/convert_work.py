@@ -19,7 +19,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,22 @@ class Work:
             writer.sweep(out)
 
     def remove(self) -> None:
+        """Remove the folder. At any moment, what says how far things are is true of what is still there."""
+        state = self.folder / "state.json"
+        with suppress(OSError):  # as far as it can be removed
+            if self._state is not None and self._state.get("complete"):
+                for path in self.folder.iterdir():
+                    if path.is_dir():
+                        shutil.rmtree(path, ignore_errors=True)
+                    elif path.name not in ("lock", state.name):
+                        path.unlink()
+            state.unlink(missing_ok=True)  # first, where half of the rest is nothing to go on from
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def holds_other(self, told: dict[str, Any]) -> bool:
+        """Whether an interrupted conversion of other input, or with other options, could go on from here."""
+        state = self._read_state()
+        return state is not None and state["told"] != told
 
     # -------------------------------------------------------------------------------------------------------- private
 

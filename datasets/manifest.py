@@ -46,6 +46,8 @@ class Manifest:
     shapes: "CxHxW" to number of records, after decoding. encoded: number of records that hold an image file.
     labels: label (as text) to number of records; None where there are more than 1000 different ones.
     label_range: smallest and largest label. classes: name of each label, where the source has names.
+    made_from: hash of all that the records depend on: the source's files, options, versions of libraries; empty where
+        that is not known.
     shuffle_seed: None where the source's order was kept. skipped: what of the source is not in here, and why.
     """
 
@@ -62,6 +64,7 @@ class Manifest:
     classes: list[str] | None = None
     source: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+    made_from: str = ""
     shuffle_seed: int | None = None
     skipped: list[str] = field(default_factory=list)
     skipped_count: int = 0

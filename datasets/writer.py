@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from profiler.errors import StallscopeError, UsageError
 
 COMMIT_RECORDS = 1000
 COMMIT_BYTES = 64 << 20
-"""A transaction ends after so many records or bytes, whichever comes first."""
+COMMIT_SECONDS = 5.0
+"""A transaction ends after so many records, bytes or seconds, whichever comes first."""
 FIRST_MAP_SIZE = 64 << 20
 """Bytes an LMDB's map begins with. It doubles when full: a map is address space, and a huge one may be refused."""
 
@@ -59,22 +61,49 @@ class Writer(ABC):
         self._folder = folder
         self._pending: list[tuple[bytes, bytes]] = []
         self._pending_bytes = 0
+        self._failed = False
+        self._last_commit = time.monotonic()
 
     def put(self, key: bytes, value: bytes) -> None:
         self._pending.append((key, value))
         self._pending_bytes += len(key) + len(value)
-        if len(self._pending) >= COMMIT_RECORDS or self._pending_bytes >= COMMIT_BYTES:
+        if (
+            len(self._pending) >= COMMIT_RECORDS
+            or self._pending_bytes >= COMMIT_BYTES
+            or time.monotonic() - self._last_commit >= COMMIT_SECONDS
+        ):
             self.commit()
 
     def commit(self) -> None:
         """Write what is pending in one transaction. Raises :class:`DiskFull` before anything of it is written."""
         if self._pending:
-            # Pages are not filled to the last byte: twice the bytes is more than enough.
-            check_free(self._folder, 2 * self._pending_bytes, "the next records")
-            self._write(self._pending)
-            self.committed += len(self._pending)
-            self._pending = []
-            self._pending_bytes = 0
+            try:
+                # Pages are not filled to the last byte: twice the bytes is more than enough.
+                check_free(self._folder, 2 * self._pending_bytes, "the next records")
+                self._write(self._pending)
+            except StallscopeError:
+                self._failed = True
+                raise
+            self._note_committed()
+        self._last_commit = time.monotonic()
+
+    def keep(self) -> None:
+        """Commit what is pending when something else than this writer failed or was interrupted.
+
+        Does nothing after a failed write: it would fail again. An interruption may have come when a transaction had
+        ended but was not counted yet; all of its records are there then, so the last one tells.
+        """
+        if self._failed or not self._pending:
+            return
+        if self._has(self._pending[-1][0]):
+            self._note_committed()
+        else:
+            self.commit()
+
+    def _note_committed(self) -> None:
+        self.committed += len(self._pending)
+        self._pending = []
+        self._pending_bytes = 0
 
     def close(self) -> None:
         """Commit, make durable and close."""
@@ -84,6 +113,10 @@ class Writer(ABC):
     @abstractmethod
     def records(self) -> Iterator[tuple[bytes, bytes]]:
         """What is committed, in the order of the keys."""
+
+    @abstractmethod
+    def _has(self, key: bytes) -> bool:
+        """Whether a record with that key is committed."""
 
     @abstractmethod
     def _write(self, records: list[tuple[bytes, bytes]]) -> None: ...
@@ -117,6 +150,13 @@ class LmdbWriter(Writer):
         try:
             with self._env.begin() as transaction:
                 yield from transaction.cursor()
+        except self._lmdb.Error as error:
+            raise StallscopeError(f"the LMDB in {self._folder} cannot be read: {error}") from error
+
+    def _has(self, key: bytes) -> bool:
+        try:
+            with self._env.begin() as transaction:
+                return transaction.get(key) is not None
         except self._lmdb.Error as error:
             raise StallscopeError(f"the LMDB in {self._folder} cannot be read: {error}") from error
 
@@ -175,6 +215,12 @@ class LevelDbWriter(Writer):
         try:
             with self._db.iterator(verify_checksums=True, fill_cache=False) as iterator:
                 yield from iterator
+        except self._plyvel.Error as error:
+            raise StallscopeError(f"the LevelDB in {self._folder} cannot be read: {_plain(error)}") from error
+
+    def _has(self, key: bytes) -> bool:
+        try:
+            return self._db.get(key) is not None
         except self._plyvel.Error as error:
             raise StallscopeError(f"the LevelDB in {self._folder} cannot be read: {_plain(error)}") from error
 

@@ -215,9 +215,23 @@ def test_several_labels_go_into_a_database_of_their_own(tmp_path: Path, backend:
         with open_source(tmp_path / name) as source:
             assert list(damaged(source)) == []
     (tmp_path / "list.txt").write_text("".join(lines) + "im 0.png 1 2\nim 1.png 1 x 3\n")
-    with pytest.raises(convert_inputs.InputError, match=r"2 problems(.|\n)*line 41: not 3 numbers(.|\n)*line 42"):
+    with pytest.raises(
+        convert_inputs.InputError, match=r"2 problems(.|\n)*line 41 ends with 2 numbers, line 1 with 3(.|\n)*line 42"
+    ):
         run(*arguments, "--force")
     assert len(records(tmp_path / "two")) == 40
+    (tmp_path / "list.txt").write_text("\n" + "".join(lines) + "im 0.png 1 2 3 4\n")
+    with pytest.raises(
+        convert_inputs.InputError, match=r"line 42 ends with 4 numbers, line 2 with 3: 'im 0\.png 1 2 3 4'"
+    ):
+        run(*arguments, "--force")
+
+
+def test_a_path_that_ends_with_a_number_is_not_taken_for_another_count_of_labels(tmp_path: Path) -> None:
+    picture(tmp_path / "im.png").rename(tmp_path / "im 4")
+    (tmp_path / "list.txt").write_text("im 4 1 2\nim 5 1 2\n")
+    with pytest.raises(convert_inputs.InputError, match=r"line 2: .*im 5: No such file"):
+        run("list", tmp_path / "list.txt", tmp_path / "out", "--label-db", tmp_path / "two")
 
 
 def test_a_database_of_labels_needs_numbers_and_a_place_beside_the_images(tmp_path: Path) -> None:

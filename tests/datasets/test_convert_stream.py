@@ -272,7 +272,7 @@ def test_unsafe_members_are_ignored_and_told_and_nothing_is_unpacked(tmp_path: P
         ([member("a.cls", b"1")], "a has no image"),
         ([member("a.png", png(1)), member("a.cls", b"2.5")], "a.cls holds no whole number: '2.5'"),
         ([member("a.png", png(1)), member("a.cls", b"4294967296")], "does not fit into 32 bits"),
-        ([member("a.png", png(1)), member("a.cls", b"9" * 5000)], "does not fit into 32 bits"),
+        ([member("a.png", png(1)), member("a.cls", b"9" * 5000)], "a.cls holds a number of 5000 characters"),
         ([member("a.png", png(1)), member("a.json", b"{")], "a.json is no JSON"),
         ([member("a.png", png(1)), member("a.json", b"[" * 200_000)], "a.json is no JSON"),
         ([member("a.png", png(1)), member("a.json", b'{"class": 1}')], "has no key 'label' .--label-key., but: class"),
@@ -324,11 +324,67 @@ def test_a_cut_or_damaged_archive_is_told_and_never_taken_for_a_short_one(
         with pytest.raises(StallscopeError, match=r"s\.tar.* (is damaged or cut|was cut)"):
             run("tar", tmp_path / "s.tar", tmp_path / "out", "--shuffle", shuffle)
         assert not (tmp_path / "out").exists()
-        assert not convert_work.folder_of(tmp_path / "out").exists()
+        # In source order, what comes before the damage is stored already, and kept for a run that skips the rest.
+        kept = convert_work.folder_of(tmp_path / "out")
+        assert not kept.exists() or (shuffle == "off" and (kept / "db" / "data.mdb").exists())
     if packed:
         (tmp_path / "s.tar").write_bytes(gzip.compress(whole, mtime=0)[:-400])
         with pytest.raises(StallscopeError, match="is damaged or cut"):
             run("tar", tmp_path / "s.tar", tmp_path / "out", "--shuffle", shuffle)
+
+
+def test_a_label_of_many_zeros_is_the_number_it_says(tmp_path: Path) -> None:
+    file = shard(tmp_path / "s.tar", [member("a.png", png(1)), member("a.cls", b"0" * 22 + b"7")])
+    assert run("tar", file, tmp_path / "out") == 0
+    assert samples(tmp_path / "out") == [("_a.png", 1, 7)]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["tar", "gz"])
+@pytest.mark.parametrize("shuffle", ["off", "1"])
+def test_a_sample_that_is_whole_before_the_damage_is_kept(tmp_path: Path, packed: bool, shuffle: str, capsys) -> None:
+    whole = shard(tmp_path / "s.tar", good(0, 3)).read_bytes()
+    end = max(index for index in range(0, len(whole), 512) if whole[index : index + 512].strip(b"\0")) + 512
+    kept, lost = "cut after the sample d/0002: ", "cut in or after the sample d/0002, which is left out: "
+    cases = {"mark": (whole[:end], 3), "header": (whole[:end] + b"\xff" * 512, 3), "image": (whole[: end - 512], 2)}
+    for name, (content, count) in cases.items():
+        file = tmp_path / f"{name}.tar"
+        file.write_bytes(gzip.compress(content, mtime=0) if packed else content)
+        assert run("tar", file, tmp_path / name, "--shuffle", shuffle, "--on-error", "skip") == 1
+        told = capsys.readouterr().out
+        assert (kept if count == 3 else lost) in told
+        assert samples(tmp_path / name) == [(f"_d/{number:04d}.png", number, number) for number in range(count)]
+
+
+def test_one_reason_for_many_samples_is_told_once(tmp_path: Path) -> None:
+    file = shard(tmp_path / "s.tar", [*good(0, 30, "json"), member("x.json", b"{"), member("x.png", png(1))])
+    with pytest.raises(StallscopeError) as caught:
+        run("tar", file, tmp_path / "out", "--label-key", "zzz")
+    assert str(caught.value).splitlines()[:4] == [
+        f"{file}: 31 problems; nothing was written",
+        "  30 times: .json has no key 'zzz' (--label-key), but: label, caption",
+        f"    at {', '.join(f'{file}: d/{number:04d}' for number in range(5))} and 25 more",
+        f"  {file}: x.json is no JSON",
+    ]
+
+
+def test_of_samples_torn_apart_it_is_said_that_files_must_follow_one_another(tmp_path: Path) -> None:
+    images = [member(f"{number}.png", png(number)) for number in range(8)]
+    file = shard(tmp_path / "s.tar", [*images, *[member(f"{number}.cls", b"1") for number in range(8)]])
+    with pytest.raises(StallscopeError) as caught:
+        run("tar", file, tmp_path / "out")
+    told = str(caught.value)
+    assert told.count("the files of one sample must follow one another") == 2
+    assert "8 times: has no label" in told
+    assert "8 times: has no image" in told
+
+
+def test_an_index_alone_is_not_told_to_be_records(tmp_path: Path) -> None:
+    file = shard(tmp_path / "s.tar", [member("a.png", b"nothing"), member("a.cls", b"1")])
+    with pytest.raises(
+        StallscopeError, match="no record is stored yet, only the index of the samples is kept"
+    ) as caught:
+        run("tar", file, tmp_path / "out")
+    assert "records are kept" not in str(caught.value)
 
 
 def test_headers_that_claim_a_great_size_read_little(tmp_path: Path, monkeypatch) -> None:

@@ -243,14 +243,14 @@ def half(npz: Path, tmp_path: Path, monkeypatch, capsys) -> Path:
         interrupted(patch, 20)
         with pytest.raises(KeyboardInterrupt):
             run("npz", npz, tmp_path / "out")
-    assert "the same command goes on from there" in capsys.readouterr().err
+    assert "20 records are kept in" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     return tmp_path / "out"
 
 
 def test_an_interrupted_conversion_goes_on_and_says_so(npz: Path, half: Path, capsys) -> None:
     run("npz", npz, half)
-    assert "going on after the 16 records of an interrupted conversion" in capsys.readouterr().err
+    assert "going on after the 20 records of an interrupted conversion" in capsys.readouterr().err
     run("npz", npz, half.with_name("whole"))
     assert facts(half) == facts(half.with_name("whole"))
 
@@ -278,7 +278,7 @@ def test_other_input_or_options_start_over(
 
 def test_what_only_says_how_to_go_on_does_not_start_over(npz: Path, half: Path, capsys) -> None:
     run("npz", npz, half, "--on-error", "skip", "--force")
-    assert "going on after the 16" in capsys.readouterr().err
+    assert "going on after the 20" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
@@ -342,6 +342,7 @@ def test_a_full_disk_keeps_what_is_done_and_says_how_to_go_on(npz: Path, tmp_pat
             run("npz", npz, tmp_path / "out")
     told = str(caught.value)
     assert re.search(r"no room for the next records\n  expected: .* MiB free\n  found:    1.0 MiB free", told)
+    assert "16 records are kept in" in told
     assert "the same command goes on from there" in told
     assert not (tmp_path / "out").exists()
     run("npz", npz, tmp_path / "out")
@@ -403,4 +404,88 @@ def test_force_never_replaces_a_folder_of_other_files(npz: Path, tmp_path: Path)
 def test_an_empty_folder_may_be_filled(npz: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert run("npz", npz, tmp_path / "out") == 0
+    assert len(records(tmp_path / "out")) == 30
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_the_same_command_again_has_nothing_to_do(tmp_path: Path, capsys, pair: bool) -> None:
+    """Also where a kill came when all had its name and only the temporary folder was left."""
+    picture(tmp_path / "a.png")
+    (tmp_path / "list.txt").write_text("a.png 3\n")
+    arguments = ["list", tmp_path / "list.txt", tmp_path / "out"]
+    if pair:
+        arguments += ["--label-db", tmp_path / "two"]
+    assert run(*arguments) == 0
+    names = sorted(tmp_path.iterdir())
+    before = facts(tmp_path / "out"), (tmp_path / "out").stat().st_ino
+    (convert_work.folder_of(tmp_path / "out") / "db").mkdir(parents=True)
+    capsys.readouterr()
+    assert run(*arguments) == 0
+    told = capsys.readouterr()
+    assert "a complete database of this input is there already; nothing to do" in told.err
+    assert "1 records" in told.out
+    assert (facts(tmp_path / "out"), (tmp_path / "out").stat().st_ino) == before
+    assert sorted(tmp_path.iterdir()) == names
+    assert run(*arguments, "--force") == 0
+    assert (tmp_path / "out").stat().st_ino != before[1]
+
+
+@pytest.mark.parametrize("change", ["options", "input", "database", "labels"])
+def test_a_database_that_is_another_or_damaged_is_not_taken_for_complete(tmp_path: Path, change: str) -> None:
+    picture(tmp_path / "a.png")
+    (tmp_path / "list.txt").write_text("a.png 3\na.png 4\n")
+    arguments = ["list", tmp_path / "list.txt", tmp_path / "out", "--label-db", tmp_path / "two"]
+    assert run(*arguments) == 0
+    if change == "options":
+        arguments.append("--gray")
+    elif change == "input":
+        (tmp_path / "list.txt").write_text("a.png 3\na.png 5\n")
+    elif change == "database":
+        os.truncate(tmp_path / "out" / "data.mdb", 4096)
+    else:
+        (tmp_path / "two.manifest.json").unlink()
+    with pytest.raises(UsageError, match="exists already"):
+        run(*arguments)
+    assert not convert_work.folder_of(tmp_path / "out").exists()
+
+
+def test_a_database_that_lacks_items_is_complete_only_for_who_skips_them(tmp_path: Path, capsys) -> None:
+    picture(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes(b"nothing")
+    (tmp_path / "list.txt").write_text("a.png 3\nb.png 4\n")
+    arguments = ["list", tmp_path / "list.txt", tmp_path / "out"]
+    for _ in range(2):
+        assert run(*arguments, "--on-error", "skip") == 1
+    assert "nothing to do" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="exists already"):
+        run(*arguments)
+
+
+def test_an_interrupted_conversion_with_other_options_outlives_a_run_with_nothing_to_do(npz: Path, half: Path) -> None:
+    kept = half.with_name("kept")
+    convert_work.folder_of(half).rename(kept)
+    assert run("npz", npz, half, "--shuffle", "off") == 0
+    kept.rename(convert_work.folder_of(half))
+    assert run("npz", npz, half, "--shuffle", "off") == 0
+    assert (convert_work.folder_of(half) / "state.json").exists()
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+def test_an_item_that_stops_a_conversion_does_not_lose_what_came_before(
+    npz: Path, tmp_path: Path, monkeypatch, capsys, backend: str
+) -> None:
+    made = convert_arrays.Arrays.convert
+
+    def broken(self: convert_arrays.Arrays, index: int) -> convert_inputs.Converted:
+        if index == 7:
+            raise convert_inputs.InputError("item 7 is broken")
+        return made(self, index)
+
+    arguments = ["npz", npz, tmp_path / "out", "--shuffle", "off", "--backend", backend]
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_arrays.Arrays, "convert", broken)
+        with pytest.raises(StallscopeError, match=r"7 is broken(.|\n)*7 records are kept in"):
+            run(*arguments)
+    assert run(*arguments) == 0
+    assert "going on after the 7 records" in capsys.readouterr().err
     assert len(records(tmp_path / "out")) == 30

@@ -187,3 +187,59 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch) ->
         writer.new_folder(tmp_path / "x"),
     ):
         pass
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+def test_records_that_come_slowly_are_committed_after_some_seconds(tmp_path: Path, monkeypatch, backend: str) -> None:
+    now = 100.0
+    monkeypatch.setattr(writer.time, "monotonic", lambda: now)
+    target = writer.WRITERS[backend](tmp_path)
+    counts = []
+    for index in range(9):
+        now += 2.0
+        target.put(b"%08d" % index, b"x")
+        counts.append(sum(1 for _ in target.records()))
+    target.abandon()
+    assert counts == [0, 0, 3, 3, 3, 6, 6, 6, 9]
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_is_pending_is_kept_when_ctrl_c_comes_before_or_after_a_transaction(
+    tmp_path: Path, monkeypatch, backend: str, ended: bool
+) -> None:
+    target = writer.WRITERS[backend](tmp_path)
+    write = target._write
+
+    def interrupted(records: list[tuple[bytes, bytes]]) -> None:
+        if ended:
+            write(records)
+        raise KeyboardInterrupt
+
+    for index in range(5):
+        target.put(b"%08d" % index, b"x")
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "_write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            target.commit()
+    target.keep()
+    target.keep()
+    assert target.committed == 5
+    assert len(list(target.records())) == 5
+    target.abandon()
+
+
+def test_after_a_failed_write_nothing_is_tried_again(tmp_path: Path, monkeypatch) -> None:
+    target = writer.LmdbWriter(tmp_path)
+    target.put(b"0", b"x")
+
+    def fail(records: list[tuple[bytes, bytes]]) -> None:
+        raise StallscopeError("writing failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "_write", fail)
+        with pytest.raises(StallscopeError, match="writing failed"):
+            target.commit()
+    target.keep()
+    assert target.committed == 0
+    target.abandon()
