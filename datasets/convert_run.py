@@ -208,7 +208,8 @@ def _leave(work: Work, error: BaseException, say: Callable[[str], object], kept:
     if isinstance(error, NothingStored) or not (kept or (work.samples / "index").exists()):
         work.remove()
         return
-    what = f"{kept} records are kept" if kept else "no record is stored yet, only the index of the samples is kept,"
+    records = "1 record is" if kept == 1 else f"{kept} records are"
+    what = f"{records} kept" if kept else "no record is stored yet, only the index of the samples is kept,"
     told = f"{what} in {work.folder}: the same command goes on from there"
     if isinstance(error, StallscopeError):
         error.hint = f"{error.hint}\n            ({told})" if error.hint else told

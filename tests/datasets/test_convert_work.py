@@ -141,10 +141,11 @@ def killed_at(module: Any, name: str, call: int, after: bool, arguments: list[ob
             last = next(calls) == call
             if last and not after:
                 os._exit(KILLED)
-            made = original(*about, **options)
-            if last:
-                os._exit(KILLED)
-            return made
+            try:
+                return original(*about, **options)
+            finally:
+                if last:
+                    os._exit(KILLED)
 
         setattr(module, name, die)
         if run(*arguments) != 0:
@@ -489,3 +490,22 @@ def test_an_item_that_stops_a_conversion_does_not_lose_what_came_before(
     assert run(*arguments) == 0
     assert "going on after the 7 records" in capsys.readouterr().err
     assert len(records(tmp_path / "out")) == 30
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("module", "name"), [(os, "rename"), (os, "replace"), (shutil, "rmtree"), (os, "unlink")])
+def test_after_a_kill_at_any_step_the_same_command_ends_well_without_force(
+    npz: Path, tmp_path: Path, monkeypatch, module: Any, name: str, after: bool
+) -> None:
+    monkeypatch.setattr(writer, "sync", lambda path: None)  # the disk is not what is tested here
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    for call in itertools.count(1):
+        out = tmp_path / str(call)
+        died = killed_at(module, name, call, after, ["npz", npz, out])
+        assert run("npz", npz, out) == 0
+        with open_source(out) as source:
+            assert (len(source), list(damaged(source))) == (30, [])
+        assert not convert_work.folder_of(out).exists()
+        if not died:
+            break
+    assert call > 1
