@@ -69,7 +69,7 @@ def _of_content(found: Survey) -> list[str]:
     if len(shapes) > 1:
         (common, _), (rare, _) = shapes.most_common()[0], shapes.most_common()[-1]
         one, other = (f"record {found.first['shape', name]} is {name}" for name in (common, rare))
-        warned.append(f"{len(shapes)} different shapes: a batch needs a crop (or batch 1); {one}, {other}")
+        warned.append(f"{len(shapes)} different shapes: a batch needs a crop or --resize; {one}, {other}")
     if len({name.split("x")[0] for name in shapes}) > 1:
         warned.append("the number of channels differs between records: set force_color or force_gray")
     if len(encodings) > 1 and ("raw" in encodings or "float" in encodings):

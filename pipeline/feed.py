@@ -57,19 +57,19 @@ class Batch:
 
     @property
     def data(self) -> NDArray[np.float32]:
-        return self._array("data")
+        return self._live().samples(self._count)
 
     @property
     def labels(self) -> np.ndarray:
-        return self._array("labels")
+        return self._live().labels[: self._count]
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        return self._array("ids")
+        return self._live().ids[: self._count]
 
     @property
     def epochs(self) -> NDArray[np.int64]:
-        return self._array("epochs")
+        return self._live().epochs[: self._count]
 
     def hold(self) -> Self:
         """Keep the batch beyond the next one; :meth:`release` must be called later."""
@@ -87,14 +87,13 @@ class Batch:
         """Refuse to be read from now on, and keep no memory of the ring."""
         self._feed = self._slot = None
 
-    def _array(self, name: str) -> np.ndarray:
+    def _live(self) -> Slot:
         if self._slot is None:
             raise FeedError(
                 f"the batch of step {self.step} was given back, its slot may hold another one by now",
                 hint="copy what is needed before release(), or call batch.hold() before the next batch is asked for",
             )
-        array: np.ndarray = getattr(self._slot, name)[: self._count]
-        return array
+        return self._slot
 
 
 class Feed:
@@ -157,13 +156,18 @@ class Feed:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B, C, H, W) of a full batch."""
+        """(B, C, H, W) of a full batch; of the first one where :attr:`sizes_change`."""
         return (self.spec.batch, *self.probe.sample_shape)
 
     @property
     def sample_shape(self) -> tuple[int, int, int]:
         """(C, H, W) of one sample."""
         return self.probe.sample_shape
+
+    @property
+    def sizes_change(self) -> bool:
+        """Whether each sample has a size of its own: batch 1, no crop, and records of different sizes."""
+        return self.probe.layout.room > 0
 
     @property
     def label_shape(self) -> tuple[int, ...]:

@@ -309,6 +309,12 @@ class Job:
                 expected="tail: wrap or drop, or a batch that divides the number of records",
                 found=f"{feed.records} records in batches of {batch}: the last one has {feed.records % batch}",
             )
+        if feed.sizes_change:
+            raise UsageError(
+                f"the records of data.{phase.lower()} have different sizes, and a net keeps one",
+                expected="data.transform.crop, or records of one size",
+                hint="set data.transform.crop, or convert with --resize; a feed without a net takes any size",
+            )
         net = str(self.config.net)
         layers = data_layers(net, phase)
         if layers:

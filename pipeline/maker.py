@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from datasets.errors import DatasetCorrupt
 from datasets.order import Items, Order, Stream
-from pipeline import bad_records, philox
+from pipeline import bad_records, philox, sizes
 from pipeline.bad_records import ENTRY, Found
 from pipeline.samples import RECORD_ERRORS, LabelError, check_label, decoded, label_alone
 from pipeline.spec import FeedSpec
@@ -50,45 +50,49 @@ class Layout:
     """Where things lie in a slot.
 
     data float32[batch, C, h, w], labels int32[batch] or float32[batch, label_width], ids and epochs int64[batch], then
-    rows about records that could not be used and their number; each part begins at a multiple of 64 bytes.
+    rows about records that could not be used and their number; each part begins at a multiple of 64 bytes. Where
+    samples have sizes of their own (``room``), data is float32[room] and a last part says the shape in use.
     """
 
     batch: int
     sample_shape: Shape
     label_width: int  # 0: one int32 a sample
     bad_rows: int = 0  # see pipeline.bad_records
+    room: int = 0  # see pipeline.sizes
 
     @property
     def nbytes(self) -> int:
-        return self._parts()[-1][2]
+        return self._parts()[-1][3]
 
-    def _parts(self) -> list[tuple[tuple[int, ...], Any, int]]:
-        """(shape, dtype, end) of each part."""
-        labels: tuple[tuple[int, ...], Any] = (
-            ((self.batch, self.label_width), np.float32) if self.label_width else ((self.batch,), np.int32)
-        )
-        wanted: list[tuple[tuple[int, ...], Any]] = [
-            ((self.batch, *self.sample_shape), np.float32), labels, ((self.batch,), np.int64),
-            ((self.batch,), np.int64),
+    def _parts(self) -> list[tuple[str, tuple[int, ...], Any, int]]:
+        """(name in the slot, shape, dtype, end) of each part."""
+        wanted: list[tuple[str, tuple[int, ...], Any]] = [
+            ("data", (self.room,) if self.room else (self.batch, *self.sample_shape), np.float32),
+            ("labels", (self.batch, self.label_width), np.float32) if self.label_width
+            else ("labels", (self.batch,), np.int32),
+            ("ids", (self.batch,), np.int64),
+            ("epochs", (self.batch,), np.int64),
         ]  # fmt: skip
         if self.bad_rows:
-            wanted += [((self.bad_rows,), ENTRY), ((1,), np.int64)]
-        parts: list[tuple[tuple[int, ...], Any, int]] = []
+            wanted += [("bad", (self.bad_rows,), ENTRY), ("bad_count", (1,), np.int64)]
+        if self.room:
+            wanted.append(("shape", (3,), np.int64))
+        parts: list[tuple[str, tuple[int, ...], Any, int]] = []
         end = 0
-        for shape, kind in wanted:
+        for name, shape, kind in wanted:
             end += -(-int(np.prod(shape)) * np.dtype(kind).itemsize // _ALIGN) * _ALIGN
-            parts.append((shape, kind, end))
+            parts.append((name, shape, kind, end))
         return parts
 
     def views(self, payload: np.ndarray) -> Slot:
         """Arrays over the bytes of a slot, uint8[>= nbytes]."""
-        arrays: list[np.ndarray] = []
+        arrays: dict[str, np.ndarray] = {}
         start = 0
-        for shape, kind, end in self._parts():
+        for name, shape, kind, end in self._parts():
             used = int(np.prod(shape)) * np.dtype(kind).itemsize
-            arrays.append(payload[start : start + used].view(kind).reshape(shape))
+            arrays[name] = payload[start : start + used].view(kind).reshape(shape)
             start = end
-        return Slot(*arrays)
+        return Slot(**arrays)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +105,14 @@ class Slot:
     epochs: NDArray[np.int64]
     bad: np.ndarray | None = None
     bad_count: NDArray[np.int64] | None = None
+    shape: NDArray[np.int64] | None = None
+
+    def samples(self, count: int) -> NDArray[np.float32]:
+        """The batch's own part of ``data``, float32[count, C, h, w]."""
+        if self.shape is None:
+            return self.data[:count]
+        channels, height, width = (int(size) for size in self.shape)
+        return self.data[: channels * height * width].reshape(1, channels, height, width)
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,7 @@ class Probe:
     records: length of the data set.
     first: names that record: the first one that can be used.
     record_shape: (C, H, W) of it as decoded (after a user's function).
-    sample_shape: (C, h, w) of a sample in the blob.
+    sample_shape: (C, h, w) of a sample in the blob; of the first one where each has its own (``layout.room``).
     layout: of the slots.
     """
 
@@ -174,7 +186,8 @@ def probe(spec: FeedSpec, source: Source) -> Probe:
     sample_shape = transform.fit(shape, record)
     width = len(label) if isinstance(label, np.ndarray) else 0
     check_label(label, width, record)
-    layout = Layout(spec.batch, sample_shape, width, bad_records.capacity(spec.on_bad_record, spec.batch))
+    rows = bad_records.capacity(spec.on_bad_record, spec.batch)
+    layout = Layout(spec.batch, sample_shape, width, rows, sizes.room(spec, source, shape))
     return Probe(len(source), source.backend, str(record), shape, sample_shape, layout)
 
 
@@ -202,6 +215,7 @@ class BatchMaker:
         self.transform = Transform(spec.transform, spec.seed, spec.phase_number)
         self.transform.fit(probed.record_shape, probed.first)
         self._stops = spec.on_bad_record == "stop"
+        self._fitted = sizes.Fitted(spec, probed.layout.room) if probed.layout.room else None
 
     def warm_up(self) -> None:
         """Compile or load what the first batch would otherwise wait for: that time belongs to the start."""
@@ -256,7 +270,11 @@ class BatchMaker:
                 self._mend(items, failed, found, records, images, labels, ids, tags)
         blank = failed if spec.on_bad_record == "zero" else ()
 
-        data = slot.data[:count]
+        if self._fitted is not None:
+            assert slot.shape is not None
+            transform = self._fitted.to(images[0].shape, records[0])
+            slot.shape[:] = transform.sample_shape
+        data = slot.samples(count)
         with recorder.span(Stage.AUGMENT, items=count, nbytes=data.nbytes, **tags):
             if transform.function is not None:
                 for i, record in enumerate(records):
@@ -295,10 +313,12 @@ class BatchMaker:
         if isinstance(record, StallscopeError):
             raise record
         image, label = decoded(record, self.spec.transform.color)
-        if self.transform.function is None:
+        if self._fitted is not None:
+            self._fitted.to(image.shape, record)
+        elif self.transform.function is None:
             self.transform.check(image.shape, record)
-            if not self._stops:
-                check_label(label, self.probe.layout.label_width, record)
+        if self.transform.function is None and not self._stops:
+            check_label(label, self.probe.layout.label_width, record)
         return image, label
 
     def _read(self, indices: NDArray[np.int64], tags: dict[str, int]) -> list[Any]:
@@ -384,7 +404,7 @@ class BatchMaker:
             "ids_set": hashing.multiset(ids),
             "raw": hashing.ordered(each),
             "raw_set": int(each.sum(dtype=np.uint64)),
-            "fill": fill_hash(slot.data[:count], slot.labels[:count]),
+            "fill": fill_hash(slot.samples(count), slot.labels[:count]),
         }
 
 

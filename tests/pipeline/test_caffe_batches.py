@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from datasets import datum
-from pipeline import philox
+from datasets import datum, decode
+from pipeline import philox, sizes
 from pipeline.feed import Feed
-from pipeline.maker import LabelError
+from pipeline.maker import LabelError, fill_hash
 from pipeline.spec import FeedSpec, TransformSpec
 from pipeline.transforms import TransformError
 from pipeline.worker import open_data
@@ -74,19 +75,52 @@ def test_a_batch_runs_on_into_the_next_epoch() -> None:
                 np.testing.assert_array_equal(batch.data, expected)
 
 
-def test_sizes_that_change_need_a_crop_even_one_at_a_time() -> None:
-    """Caffe takes any size where batch_size is 1; a slot of the ring has one size, and the error says so."""
-    spec = FeedSpec(
-        "tests/data/db/crops24_encoded_native_lmdb", 1, phase="TEST", transform=TransformSpec(color="color")
-    )
-    with Feed.from_spec(spec) as feed:
-        assert next(feed).data.shape == (1, 3, 231, 192)
-        with pytest.raises(TransformError, match="another size than record 0 ") as caught:
-            next(feed)
+BATCH_1 = FeedSpec(
+    "tests/data/db/crops24_encoded_native_lmdb", 1, phase="TEST", fingerprints="step", stop_step=30,
+    transform=TransformSpec(color="color", scale=0.5),
+)  # fmt: skip
+
+
+def test_one_at_a_time_every_record_has_its_own_size_as_in_caffe() -> None:
+    """24 photos of 24 sizes, around the end of the epoch; each is what its record decodes to."""
+    with Feed.from_spec(BATCH_1) as feed, open_data(BATCH_1) as source:
+        assert feed.sizes_change
+        shapes = set()
+        for batch in feed:
+            record = source.read(int(batch.ids[0]))
+            image = decode.to_image(datum.parse(record.value, record), record, "color")
+            np.testing.assert_array_equal(batch.data, image[None].astype(np.float32) * np.float32(0.5))
+            assert batch.hashes["fill"] == fill_hash(batch.data, batch.labels)
+            shapes.add(batch.data.shape)
+        assert batch.step == 29
+    assert len(shapes) == 24
+
+
+@pytest.mark.ray
+def test_sizes_that_change_are_the_same_bytes_for_workers() -> None:
+    from pipeline import ray_runtime
+
+    with Feed.from_spec(BATCH_1) as feed:
+        inline = [(batch.data.shape, batch.hashes) for batch in feed]
+    with ray_runtime.running(num_cpus=2), Feed.from_spec(replace(BATCH_1, engine="ray", workers=2)) as feed:
+        assert [(batch.data.shape, batch.hashes) for batch in feed] == inline
+
+
+def test_sizes_that_change_need_a_crop_in_larger_batches() -> None:
+    with Feed.from_spec(replace(BATCH_1, batch=2)) as feed, pytest.raises(TransformError) as caught:
+        next(feed)
     text = str(caught.value)
+    assert "another size than record 0 " in text
     assert text.count("(key '") == 2
     assert "3 x 231 x 192" in text
     assert "3 x 187 x 96" in text
+
+
+def test_a_record_too_large_for_the_slots_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "room", lambda *_: 3 * 187 * 96)
+    with Feed.from_spec(BATCH_1) as feed, pytest.raises(TransformError, match="larger than every record that was"):
+        for _ in feed:
+            pass
 
 
 def test_float_features_with_their_labels_in_a_second_database() -> None:

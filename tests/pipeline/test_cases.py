@@ -22,7 +22,7 @@ from pipeline.run import run
 from pipeline.settings import load
 from pipeline.spec import FeedSpec, TransformSpec
 from profiler import report, store
-from profiler.errors import StallscopeError
+from profiler.errors import StallscopeError, UsageError
 from profiler.recorder import Recorder
 from tests.pipeline.build import commit, encoded, picture, raw, write_lmdb, write_mean
 from tests.pipeline.test_crew import engine
@@ -85,15 +85,36 @@ def test_a_later_record_that_the_mean_does_not_fit(tmp_path: Path) -> None:
 # -- C5: sizes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-def test_one_record_of_300_x_237_among_300_x_300(tmp_path: Path, batch: int) -> None:
+def test_one_record_of_300_x_237_among_300_x_300(tmp_path: Path) -> None:
     shapes = [(3, 300, 300)] * 2 + [(3, 300, 237), (3, 300, 300)]
     path = write_lmdb(tmp_path / "db", [raw(picture(i, shape), i) for i, shape in enumerate(shapes)])
-    text = failing(FeedSpec(path, batch, stop_step=4 // batch))
+    text = failing(FeedSpec(path, 4, stop_step=1))
     for part in ("record 2 (key '00000002_img')", "record 0 (key '00000000_img')", "3 x 300 x 300", "3 x 300 x 237"):
         assert part in text
-    with Feed.from_spec(FeedSpec(path, batch, stop_step=4 // batch, transform=TransformSpec(crop=200))) as feed:
+    with Feed.from_spec(FeedSpec(path, 4, stop_step=1, transform=TransformSpec(crop=200))) as feed:
         assert sum(len(sent) for sent in feed) == 4
+    with Feed.from_spec(FeedSpec(path, 1, stop_step=4)) as feed:  # one at a time, any size is a batch
+        for sent, shape in zip(feed, shapes, strict=True):
+            np.testing.assert_array_equal(sent.data[0], picture(sent.step, shape))
+
+
+def test_a_net_takes_one_size_even_one_at_a_time(tmp_path: Path) -> None:
+    shapes = [(3, 20, 24), (3, 20, 23)]
+    path = write_lmdb(tmp_path / "db", [raw(picture(i, shape), i) for i, shape in enumerate(shapes)])
+    net = tmp_path / "net.prototxt"
+    net.write_text(_DATA.replace("batch_size: 4", "batch_size: 1") % ("d", "TRAIN", path) + _NET % "")
+    (tmp_path / "solver.prototxt").write_text(
+        'base_lr: 0.1 lr_policy: "fixed" max_iter: 2 snapshot_prefix: "x" solver_mode: CPU'
+    )
+    config = load(
+        None,
+        [
+            f"--net={net}", f"--solver={tmp_path / 'solver.prototxt'}", "--feed.engine=inline",
+            "--data.order.shuffle=none", f"--run.folder={tmp_path / 'run'}",
+        ],
+    )  # fmt: skip
+    with pytest.raises(UsageError, match=r"data\.train have different sizes"):
+        run(config)
 
 
 # -- C7 and C8: labels -------------------------------------------------------------------------------------------------
