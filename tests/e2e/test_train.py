@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +135,32 @@ def _warm(document: dict[str, Any]) -> dict[str, float]:
     return places
 
 
+def _in_one_of_three(check: Callable[[Path], None], folder: Path) -> None:
+    """Somebody else's load only adds to times that are known beforehand: what one quiet try shows, holds."""
+    for number in range(3):
+        (folder / str(number)).mkdir()
+        try:
+            check(folder / str(number))
+            return
+        except AssertionError:
+            if number == 2:
+                raise
+
+
 @pytest.mark.ray
 def test_a_step_fed_instantly_shows_no_stall(tmp_path: Path) -> None:
+    _in_one_of_three(_check_fed_instantly, tmp_path)
+
+
+def _check_fed_instantly(folder: Path) -> None:
     done = train(
         *FEED_ONLY, "--data.train.batch=8", "--feed.engine=ray", "--feed.workers=1", "--run.iterations=100",
-        cwd=tmp_path,
+        cwd=folder,
     )  # fmt: skip
     assert done.code == 0, done.err + done.out
-    document = _check_partition(tmp_path / "run")
-    assert _steady_ms(tmp_path / "run", "compute") == pytest.approx(STEP_MS, rel=0.1)
-    assert _steady_ms(tmp_path / "run", "feed_wait") < 0.05 * STEP_MS
+    document = _check_partition(folder / "run")
+    assert _steady_ms(folder / "run", "compute") == pytest.approx(STEP_MS, rel=0.1)
+    assert _steady_ms(folder / "run", "feed_wait") < 0.05 * STEP_MS
     assert document["au"] > 0.8
     assert "waited" not in document["headline"], "nobody waited for data"
     feed = [seconds for place, seconds in _warm(document).items() if place in ("storage", "read", "decode", "augment")]
@@ -153,14 +170,18 @@ def test_a_step_fed_instantly_shows_no_stall(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["inline", pytest.param("ray", marks=pytest.mark.ray)])
 def test_a_slow_feed_shows_the_stall_where_it_is(tmp_path: Path, engine: str) -> None:
     """40 ms of a user's transform before a step of 20 ms: the wait is 40 ms inline, and 20 ms beside a worker."""
+    _in_one_of_three(lambda folder: _check_slow_feed(folder, engine), tmp_path)
+
+
+def _check_slow_feed(folder: Path, engine: str) -> None:
     done = train(
         *FEED_ONLY, "--data.train.batch=1", f"--feed.engine={engine}", "--feed.workers=1", "--run.iterations=80",
-        "--data.transform.python=user_transforms:sleep", cwd=tmp_path,
+        "--data.transform.python=user_transforms:sleep", cwd=folder,
     )  # fmt: skip
     assert done.code == 0, done.err + done.out
-    document = _check_partition(tmp_path / "run")
+    document = _check_partition(folder / "run")
     expected = 40 if engine == "inline" else 20
-    assert _steady_ms(tmp_path / "run", "feed_wait") == pytest.approx(expected, rel=0.25)
+    assert _steady_ms(folder / "run", "feed_wait") == pytest.approx(expected, rel=0.25)
     warm = _warm(document)
     assert warm["augment"] > 0.8 * sum(warm.values()), document["stalls"]
     assert warm["augment"] == pytest.approx(expected * 1e-3 * document["steps"], rel=0.25)
