@@ -187,7 +187,7 @@ def machine() -> dict[str, Any]:
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "load_average": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in ("lmdb", "plyvel", "numpy")},
