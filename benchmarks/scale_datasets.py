@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -22,11 +21,12 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.machine import machine
 
 BATCH = 256
 BATCHES = 200
@@ -43,7 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     if given.measure:
         sys.stdout.write(json.dumps(measure(given.measure)))
         return 0
-    results: dict[str, Any] = {"machine": machine(), "batch": BATCH, "batches": BATCHES, "databases": {}}
+    results: dict[str, Any] = {"machine": machine("lmdb", "plyvel", "numpy"), "batch": BATCH, "batches": BATCHES}
+    results["databases"] = {}
     for name, backend, padded, records in (
         ("LMDB, keys that are padded numbers", "lmdb", True, given.records),
         ("LMDB, keys that are file names", "lmdb", False, given.records),
@@ -176,21 +177,6 @@ def order(records: int) -> dict[str, Any]:
         "batch_ms": _spread(took),
         "peak_kib": round(peak / 1024, 1),
         "permutation_kib": round(records * 8 / 1024, 1),
-    }
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on, the load by other work at the start included; no names of hosts or folders."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
-        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
-        "load_average": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in ("lmdb", "plyvel", "numpy")},
     }
 
 
