@@ -38,6 +38,8 @@ def fill(filler: Any, shape: tuple[int, ...], seed: int, name: str) -> np.ndarra
     kind = filler.type
     if kind == "constant":
         return np.full(shape, filler.value, np.float32)
+    if kind == "given":  # no type of Caffe's: the values themselves (gpu.python_layer.Given)
+        return np.array(filler.values, np.float32)
     if kind == "bilinear":
         return _bilinear(shape, name)
     draw = _Draw(seed, name)
@@ -88,7 +90,7 @@ class _Draw:
 
 def _fan(filler: Any, shape: tuple[int, ...]) -> float:
     count = math.prod(shape)
-    fan_in = count / shape[0]
+    fan_in = count / shape[0] if shape else count  # a single value, as of a PReLU that channels share
     fan_out = count / shape[1] if len(shape) > 1 else count
     if filler.variance_norm == _FAN_OUT:
         return fan_out

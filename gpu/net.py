@@ -12,10 +12,10 @@ import numpy as np
 
 from gpu.backend import Backend, select_backend
 from gpu.blob import Blob
+from gpu.fields import build_layers
 from gpu.fillers import fill
-from gpu.layers import registry
 from gpu.layers.base import Array, Context, Layer, LayerError, Scratch, Shape
-from gpu.prototxt import DataLayer, PrototxtError, data_layer, filter_net, load_net
+from gpu.prototxt import DataLayer, data_layer, filter_net, load_net
 from gpu.wiring import Graph, Node, wire
 from profiler.errors import StallscopeError, UsageError
 from profiler.osread import available_memory
@@ -94,7 +94,6 @@ class Net:
     ) -> None:
         message = load_net(prototxt)
         filtered = filter_net(message, phase, tuple(stages), level)
-        _check_types(filtered.net)
         self.name: str = message.name
         self.phase = phase
         self.backend = select_backend("numpy" if backend is None else backend)
@@ -108,7 +107,8 @@ class Net:
             scratch=Scratch(self.xp),
             input_shapes=asked,
         )
-        self._graph = wire(filtered, lambda spec: registry()[spec.type](spec, self._context))
+        layers = iter(build_layers(filtered, self._context))
+        self._graph = wire(filtered, lambda spec: next(layers))
         self.inputs, self.outputs = self._graph.inputs, self._graph.outputs
         unknown = sorted(set(asked) - set(self.inputs))
         if unknown:
@@ -176,9 +176,17 @@ class Net:
         return float(sum(weight * float(blob.device_data.sum()) for blob, weight in self._losses))
 
     def forward(self, **inputs: Any) -> dict[str, np.ndarray]:
-        """Set the given inputs, run all layers, and return copies of the outputs (float32, by blob name)."""
+        """Set the given inputs, run all layers, and return copies of the outputs (float32, by blob name).
+
+        Of an output whose size depends on values (Filter's) only what counts.
+        """
         self.forward_only(**inputs)
-        return {name: self.backend.to_numpy(self.blobs[name].device_data).copy() for name in self.outputs}
+        return {name: self._output(name) for name in self.outputs}
+
+    def _output(self, name: str) -> np.ndarray:
+        array, value = self.backend.to_numpy(self.blobs[name].device_data), self._graph.latest[name]
+        live = value.producer.layer.live_shapes()
+        return (array if live is None else array[: live[value.producer.tops.index(value)][0]]).copy()
 
     def forward_only(self, **inputs: Any) -> None:
         """:meth:`forward` without copying the outputs, for loops that look at some of them, or at ``loss``."""
@@ -234,17 +242,17 @@ class Net:
         for param in self.learnable:
             param.blob.device_diff[...] = 0
 
-    def copy_from(self, path: str | Path) -> CopyReport:
+    def copy_from(self, path: str | Path, *, reshape: bool = False) -> CopyReport:
         """Copy weights by layer name from a ``.caffemodel``; all or nothing (:func:`gpu.caffemodel.copy_weights`)."""
         from gpu.caffemodel import copy_weights
 
-        return copy_weights(self, path)
+        return copy_weights(self, path, reshape=reshape)
 
-    def save(self, path: str | Path) -> None:
-        """Write the weights as a ``.caffemodel``, whole or not at all."""
-        from gpu.caffemodel import write_layers
+    def save(self, path: str | Path, *, diff: bool = False) -> None:
+        """Write the weights (HDF5 where the name ends in ``.h5``), with gradients where ``diff``; all or nothing."""
+        from gpu.caffemodel import save
 
-        write_layers(path, self.name, [(layer.spec, [blob.data for blob in layer.blobs]) for layer in self.layers])
+        save(self, path, diff=diff)
 
     def share_params(self, other: Net) -> None:
         """Use the parameters of ``other``, by layer name, in place of this net's own (one memory, no copies).
@@ -358,18 +366,6 @@ class Net:
 
 def _tops(graph: Graph) -> list[Any]:
     return [top for node in graph.nodes for top in node.tops]
-
-
-def _check_types(net: Any) -> None:
-    """Refuse all layers of unsupported types at once, before anything is built."""
-    known = registry()
-    missing = [f"{layer.name!r} ({layer.type or 'no type'})" for layer in net.layer if layer.type not in known]
-    if missing:
-        raise PrototxtError(
-            f"the net has {len(missing)} layer(s) of unsupported type",
-            expected=f"one of {', '.join(sorted(known))}",
-            found=", ".join(missing),
-        )
 
 
 def _shared(layer: Layer, index: int, spec: Any, shape: Shape, blob: Blob, owner: str) -> Blob:

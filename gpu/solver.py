@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from datasets import caffe_pb2
+from gpu import hdf5
 from gpu.backend import Backend, select_backend
 from gpu.caffemodel import copy_weights
+from gpu.fields import check_solver
 from gpu.lr_policy import LrPolicy
 from gpu.net import Net
 from gpu.prototxt import read_message
@@ -59,12 +62,10 @@ class Solver:
         self.where = read_message(prototxt, self.param)
         self.backend = select_backend(backend or "auto")
         self._roots = _roots(self.where, net_root)
+        check_solver(self.param, (net if isinstance(net, Net) else self).backend.name)
+        self._recent: deque[float] = deque(maxlen=self.param.average_loss)
         self.policy = LrPolicy.from_proto(self.param)
         self.rule = Rule.from_proto(self.param)
-        if self.param.snapshot_format == self.param.HDF5:
-            raise StallscopeError(
-                f"{self.where}: snapshot_format HDF5 is not supported", expected="BINARYPROTO", found="HDF5"
-            )
         if seed is None and self.param.random_seed >= 0:
             seed = int(self.param.random_seed)
         self.seed = seed
@@ -75,6 +76,8 @@ class Solver:
         else:
             source = self._path(net) if net is not None else self._train_source()
             self.net = self._build(source, "TRAIN", self.param.train_state, input_shapes)
+        if self.param.snapshot_format == self.param.HDF5:
+            hdf5.check_names(layer.name for layer in self.net.layers)  # now, not after hours at the first snapshot
         self.updater = Updater(self.rule, self.net.learnable, self.backend.xp)
         self.test_nets: list[Net] = []
         for index, source in enumerate(self._test_sources(net, test_input_shapes is not None)):
@@ -92,6 +95,11 @@ class Solver:
     def lr(self) -> float:
         """The rate of the next update."""
         return self.policy.rate(self.iter)
+
+    @property
+    def smoothed_loss(self) -> float:
+        """Mean loss of the last ``average_loss`` steps (1 by default), for display; NaN before the first."""
+        return sum(self._recent) / len(self._recent) if self._recent else float("nan")
 
     @property
     def history(self) -> list[Any]:
@@ -120,7 +128,8 @@ class Solver:
         with now.span(Stage.UPDATE, step=self.iter, epoch=epoch):
             self.updater.apply(self.lr, self.iter)
         self.iter += 1
-        return loss / self.rule.iter_size
+        self._recent.append(loss / self.rule.iter_size)
+        return self._recent[-1]
 
     def step(self, n: int = 1) -> float:
         """``n`` steps of a net that feeds itself, or whose inputs have been set. Returns the loss of the last one."""
@@ -169,7 +178,8 @@ class Solver:
         """Write weights and solver state, each atomically; returns their paths.
 
         Files are ``<prefix>_iter_N.caffemodel`` and ``.solverstate``, as Caffe names them (N updates done), and
-        ``<folder>/iter_N.*`` where the prefix is a folder. The solver's ``snapshot_prefix`` is the default.
+        ``<folder>/iter_N.*`` where the prefix is a folder; with ``snapshot_format: HDF5`` ``.h5`` follows. The solver's
+        ``snapshot_prefix`` is the default. With ``snapshot_diff`` the weights hold the last update (Caffe's ``diff``).
         """
         given = os.fspath(prefix) if prefix is not None else self.param.snapshot_prefix
         if not given:
@@ -177,8 +187,9 @@ class Solver:
         is_folder = given.endswith(os.sep) or Path(given).is_dir()
         base = Path(given) / f"iter_{self.iter}" if is_folder else Path(f"{given}_iter_{self.iter}")
         base.parent.mkdir(parents=True, exist_ok=True)
-        weights, state = (base.with_name(base.name + ending) for ending in (".caffemodel", ".solverstate"))
-        self.net.save(weights)
+        ending = ".h5" if self.param.snapshot_format == self.param.HDF5 else ""
+        weights, state = (base.with_name(base.name + part + ending) for part in (".caffemodel", ".solverstate"))
+        self.net.save(weights, diff=self.param.snapshot_diff)
         arrays = [self.backend.to_numpy(array) for array in self.history]
         # In a folder the two files belong together wherever the folder goes, so the state names its neighbour; and the
         # states of equal runs are equal files. With a prefix the state says what Caffe's would.

@@ -86,9 +86,15 @@ def wire(filtered: FilteredNet, build: Callable[[Any], Layer]) -> Graph:
         cls = REGISTRY[spec.type]
         if cls.loss and not spec.top:
             spec.top.append(spec.name)  # old texts leave the top of a loss out
-        _check_count(spec, "bottom", len(spec.bottom), cls.n_bottoms)
-        _check_count(spec, "top", len(spec.top), cls.n_tops)
+        check_count(spec, "bottom", len(spec.bottom), cls.n_bottoms)
+        check_count(spec, "top", len(spec.top), cls.n_tops)
         layer = build(spec)
+        if varying := [bottom for bottom in bottoms if bottom.producer.layer.varies and spec.type != "Silence"]:
+            raise layer.error(
+                f"its input {varying[0].name!r} has a size that depends on values, and a net's sizes are fixed",
+                found=f"made by layer {varying[0].producer.layer.name!r} ({varying[0].producer.layer.type})",
+                hint="make it an output of the net, and feed what is chosen to a second net",
+            )
         node = Node(layer, bottoms)
         for bottom in bottoms:
             bottom.consumers.append(node)
@@ -115,7 +121,7 @@ def _is_input(node: Node) -> bool:
     return isinstance(node.layer, Source) and node.layer.type != "DummyData"
 
 
-def _check_count(spec: Any, what: str, count: int, allowed: tuple[int, float]) -> None:
+def check_count(spec: Any, what: str, count: int, allowed: tuple[int, float]) -> None:
     low, high = allowed
     if not low <= count <= high:
         text = str(low) if low == high else f"{low} or more" if math.isinf(high) else f"{low} to {int(high)}"

@@ -143,7 +143,8 @@ class Job:
     def show(self, batch_size: int, loss: float) -> None:
         """Progress on the terminal."""
         self.last_loss = None if self.config.only_feeds else loss
-        self.display.step(self.step, self.last_loss, self.solver.lr, batch_size)
+        shown = None if self.config.only_feeds else self.solver.smoothed_loss  # the mean of the last average_loss steps
+        self.display.step(self.step, shown, self.solver.lr, batch_size)
 
     def snapshot_is_due(self) -> bool:
         """After every ``checkpoint_every`` updates."""
@@ -154,7 +155,7 @@ class Job:
         """Write weights, solver state and the sidecar of this step."""
         position = {
             "position": {**self.feed.state_dict(), "next_step": self.step},
-            "epoch": self.step // self.feed.steps_per_epoch,
+            "epoch": (self.step - self.feed.spec.origin) // self.feed.steps_per_epoch,
             "stream": self.stream,
             "seeds": {"run": self.config.run.seed, "order": self.config.order_seed, "solver": self.solver.seed},
             "net": runfolder.file_identity(self.config.net),
@@ -199,16 +200,17 @@ class Job:
         if self._start is not None:
             self.feed.remember_bad(self._start.sidecar.get("position", {}).get("bad_records", ()))
         self.solver: Any = NoSolver() if config.only_feeds else self._open_solver(backend)
-        self._records = stack.enter_context(contextlib.closing(RecordLog(self.folder)))
+        self._records = stack.enter_context(contextlib.closing(RecordLog(self.folder, self.recorder)))
         # Here and not at their first batch: that the workers had to start is no part of a step or of a test.
         for feed in self._feeds:
             feed.warm_up(lambda: bool(self.stop))
         self.recorder.add(Kind.SPAN, Stage.START, began_ns, time.monotonic_ns())
-        store.update_manifest(
-            self.folder,
-            data=self.identities,
-            backend={"name": backend.name, "reason": backend.reason},
-        )
+        with runfolder.writing(self.folder):
+            store.update_manifest(
+                self.folder,
+                data=self.identities,
+                backend={"name": backend.name, "reason": backend.reason},
+            )
 
     def _open_recorder(self) -> None:
         from profiler.sampler import Sampler
@@ -248,7 +250,9 @@ class Job:
     def _open_feed(self, phase: Phase, start: int, stop: int | None, cycle: int | None = None) -> Feed:
         from pipeline.feed import Feed
 
-        feed = self._stack.enter_context(Feed(self.config, phase, start, stop, self.recorder, cycle=cycle))
+        origin = self._start.origin if self._start is not None and phase == "TRAIN" else 0
+        feed = Feed(self.config, phase, start, stop, self.recorder, cycle=cycle, origin=origin)
+        self._stack.enter_context(feed)
         self._feeds.append(feed)
         return feed
 
@@ -290,12 +294,22 @@ class Job:
         if not different:
             return error
         axis = different[0]
+        what = ("channels", "rows", "columns")[axis]
+        side = min(*train[1:], *test[1:])
+        shapes = [
+            f"samples of {c} x {h} x {w} (channels x rows x columns) in data.{phase}, {data.source}"
+            for phase, data, (c, h, w) in (
+                ("train", self.config.data.train, train),
+                ("test", self.config.data.test, test),
+            )
+        ]
         return UsageError(
-            f"data.train has {train[axis]} {('channels', 'rows', 'columns')[axis]}, data.test has {test[axis]}: "
-            + error.what,
-            expected="samples of one shape: " + "x".join(map(str, train)) + " in data.train",
-            found="x".join(map(str, test)) + " in data.test",
-            hint="two data sets of one kind, or data.transform.crop for one size",
+            f"data.train has {train[axis]} {what}, data.test has {test[axis]}, and one net reads both",
+            expected=shapes[0],
+            found=f"{shapes[1]}; {error.what}",
+            hint="data.transform.force_gray or force_color makes image files alike; convert raw pixels again"
+            if axis == 0
+            else f"data.transform.crop: {side} (or less) makes both one size, or convert one set again with --resize",
         )
 
     def _input_shapes(self, phase: Phase, feed: Feed) -> dict[str, tuple[int, ...]]:

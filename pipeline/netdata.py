@@ -5,6 +5,7 @@ The configuration wins over the prototxt, key by key, and every such decision be
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from dataclasses import asdict
@@ -34,6 +35,10 @@ def complete(document: dict[str, Any], base: Path) -> Config:
     solver = _solver(document, run, base, notes)
     if document.get("net") is not None:
         document["net"] = existing("net", document["net"], base)
+    if run.get("start_from") is not None:
+        with contextlib.suppress(UsageError) if run.get("if_exists") == "resume" else contextlib.nullcontext():
+            # (A run that is resumed has its own snapshots: the file it began with may be gone.)
+            run["start_from"] = existing("run.start_from", run["start_from"], base)
     _check_shape_of_job(document, run)
     data = document.setdefault("data", {})
     shared = data.get("transform") or {}
@@ -80,6 +85,11 @@ def _solver(document: dict[str, Any], run: dict[str, Any], base: Path, notes: li
             expected="iter_size 1" if name == "iter_size" else "one test net",
             hint="make data.train.batch larger instead" if name == "iter_size" else "keep one test_iter",
         )
+    for field in ("snapshot", "snapshot_prefix"):
+        if solver.HasField(field):
+            notes.append(f"{field} of {path} has no effect: run.checkpoint_every and run.folder say when and where")
+    if not solver.snapshot_after_train:
+        notes.append(f"snapshot_after_train of {path} has no effect: a run ends with a snapshot")
     named = solver.net or solver.train_net
     if named and document.get("net") is None:
         document["net"] = existing(f"{path}: net", named, Path(path).parent)

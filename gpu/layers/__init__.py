@@ -6,7 +6,27 @@ import importlib
 
 from gpu.layers.base import REGISTRY, Layer
 
-_MODULES = ("convolution", "dense", "loss", "normalisation", "pointwise", "pooling", "shape")
+_MODULES = (
+    "activation",
+    "affine",
+    "arrange",
+    "convolution",
+    "dense",
+    "functions",
+    "log_loss",
+    "loss",
+    "lstm",
+    "margin_loss",
+    "normalisation",
+    "pointwise",
+    "pooling",
+    "python",
+    "recurrent",
+    "reduction",
+    "rows",
+    "shape",
+    "windows",
+)
 
 
 def registry() -> dict[str, type[Layer]]:

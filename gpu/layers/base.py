@@ -96,6 +96,7 @@ class Layer(ABC):
     loss: the first top counts as a loss with weight 1 unless told otherwise.
     differentiable: has a backward pass.
     learned: its parameters have gradients (statistics have none).
+    varies: how much of its tops counts depends on values; see ``live_shapes``.
     """
 
     n_bottoms: ClassVar[tuple[int, float]] = (1, 1)
@@ -104,6 +105,7 @@ class Layer(ABC):
     loss: ClassVar[bool] = False
     differentiable: ClassVar[bool] = True
     learned: ClassVar[bool] = True
+    varies: ClassVar[bool] = False
 
     def __init__(self, spec: Any, context: Context) -> None:
         self.spec = spec
@@ -148,6 +150,10 @@ class Layer(ABC):
         """Whether backward reads the values of its tops."""
         return False
 
+    def live_shapes(self) -> list[Shape] | None:
+        """Where it ``varies``: the shape of what the last forward pass filled, from the start of each top."""
+        return None
+
     def allows_gradient(self, index: int) -> bool:
         """Whether a gradient with respect to bottom ``index`` exists (labels have none)."""
         return True
@@ -161,6 +167,11 @@ class Layer(ABC):
         if not -rank <= value < rank:
             raise self.error(f"{field} is out of range", expected=f"{-rank} to {rank - 1}", found=value)
         return value % rank
+
+
+def as_flags(room: Array) -> Array:
+    """The beginning of a contiguous float32 array as bools of its shape: masks can live in scratch, too."""
+    return room.reshape(-1).view(bool)[: room.size].reshape(room.shape)
 
 
 REGISTRY: dict[str, type[Layer]] = {}

@@ -1,4 +1,8 @@
-"""Convolution and deconvolution as matrix products over unrolled windows (im2col), a few images at a time."""
+"""Convolution and deconvolution as matrix products over unrolled windows (im2col), one image or a few at a time.
+
+Compiled kernels leave out what a convolution does not need: nothing is unrolled for 1 x 1 windows, and one image at a
+time is multiplied from and into its place. Groups of one channel: :mod:`gpu.layers.depthwise`.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpu.layers import kernels
+from gpu.layers import depthwise, kernels
 from gpu.layers.base import Array, Layer, ParamShape, Shape, register
+from gpu.threads import spread
 
 _COLUMN_BYTES = {True: 1 << 20, False: 1 << 28}
 """Largest unrolled chunk: what a core's cache holds for compiled kernels, far more where launches cost time."""
+_COLUMN_BYTES_MOST = 1 << 23
+"""The same where large weights have to pay: BLAS packs them once a product, so up to twice their size is unrolled."""
+_IMAGE_BYTES, _IMAGE_POSITIONS = 1 << 18, 256
+"""From this size on (unrolled bytes, windows) one image is enough for a product, unless the weights are larger."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +46,16 @@ class Geometry:
         """Windows in one image."""
         return math.prod(self.out)
 
-    def _numbers(self) -> tuple[int, ...]:
+    @property
+    def numbers(self) -> tuple[int, ...]:
         return (*self.kernel, *self.stride, *self.pad, *self.dilation)
 
-    def _slices(self) -> Iterator[tuple[Shape, tuple[slice, ...], tuple[slice, ...]]]:
+    @property
+    def plain(self) -> bool:
+        """Whether an image and its unrolled windows are the same values in the same order."""
+        return math.prod(self.kernel) == 1 and self.size == self.out and not any(self.pad)
+
+    def slices(self) -> Iterator[tuple[Shape, tuple[slice, ...], tuple[slice, ...]]]:
         """For each kernel offset: the offset, where it reads in the image, and which outputs that serves."""
         for offset in itertools.product(*(range(k) for k in self.kernel)):
             image, out = [], []
@@ -60,28 +75,28 @@ class Geometry:
         """x[n, channels, *size] to col[rows, n * positions]."""
         view = col.reshape(self.channels, *self.kernel, x.shape[0], *self.out)
         if compiled and len(self.size) == 2:
-            kernels.im2col(x, view, *self._numbers())
+            spread(kernels.im2col, self.channels, col.size, x, view, *self.numbers)
             return
         whole = (slice(None),)
         if any(self.pad):
             view[...] = 0
-        for offset, image, out in self._slices():
+        for offset, image, out in self.slices():
             view[whole + offset + whole + out] = x[whole * 2 + image].swapaxes(0, 1)
 
     def fold(self, col: Array, x: Array, compiled: bool) -> None:
         """The transpose of unroll: col[rows, n * positions] added up into x[n, channels, *size]."""
         view = col.reshape(self.channels, *self.kernel, x.shape[0], *self.out)
         if compiled and len(self.size) == 2:
-            kernels.col2im(view, x, *self._numbers())
+            spread(kernels.col2im, self.channels, col.size, view, x, *self.numbers)
             return
         whole = (slice(None),)
         x[...] = 0
-        for offset, image, out in self._slices():
+        for offset, image, out in self.slices():
             # One slice after the other: every position is added to in the same order each time, without atomics.
             x[whole * 2 + image] += view[whole + offset + whole + out].swapaxes(0, 1)
 
 
-class _Windowed(Layer):
+class Windowed(Layer):
     """What convolution and its transpose share: settings, shapes and the walk over chunks of the batch."""
 
     n_bottoms = (1, math.inf)
@@ -144,6 +159,18 @@ class _Windowed(Layer):
             self._per_axis("dilation", axes, 1, named=False),
         )
 
+    def _windows(self, bottoms: Sequence[Shape]) -> Geometry:
+        """The windows that slide over the inputs."""
+        kernel, stride, pad, dilation = self._settings(bottoms)
+        channels, *size = bottoms[0][1:]
+        out = []
+        for length, k, s, p, d in zip(size, kernel, stride, pad, dilation, strict=True):
+            extent = d * (k - 1) + 1
+            if length + 2 * p < extent:
+                raise self.error("the kernel exceeds the padded input", expected=f">= {extent}", found=length + 2 * p)
+            out.append((length + 2 * p - extent) // s + 1)
+        return Geometry(channels, tuple(size), kernel, stride, pad, dilation, tuple(out))
+
     def _plan(self, n: int, geometry: Geometry, weight: Shape, outputs: int) -> None:
         """Parameters, chunk size and scratch once the geometry is known; ``outputs``: channels on the packed side."""
         p = self._param
@@ -151,16 +178,46 @@ class _Windowed(Layer):
         self.param_shapes = [ParamShape(weight, p.weight_filler)]
         if p.bias_term:
             self.param_shapes.append(ParamShape((p.num_output,), p.bias_filler))
-        per_image = 4 * geometry.rows * geometry.positions
-        limit = max(1, _COLUMN_BYTES[self.context.compiled] // per_image)
-        chunks = -(-n // limit)
-        self._step = -(-n // chunks) if n else 1
+        self._step = self._images(n, 4 * geometry.rows * geometry.positions, 4 * math.prod(weight))
+        # One image at a time needs no copies between (images, maps) and (maps, images), the order of a chunk.
+        self._in_place = self.context.compiled and self._step == 1
         width = self._step * geometry.positions
         self._work = ((geometry.rows, width), (outputs, width), weight)
         self.context.scratch.reserve(*self._work)
 
+    def _images(self, n: int, image_bytes: int, weight_bytes: int) -> int:
+        """Images in a chunk, near the same number in each."""
+        limit = _COLUMN_BYTES[self.context.compiled]
+        if self.context.compiled:
+            limit = max(limit, min(2 * weight_bytes, _COLUMN_BYTES_MOST))
+            large = image_bytes >= _IMAGE_BYTES and self._geometry.positions >= _IMAGE_POSITIONS
+            if large and image_bytes >= weight_bytes:
+                return 1
+        chunks = -(-n // max(1, limit // image_bytes))
+        return -(-n // chunks) if n else 1
+
     def allocate(self) -> None:
         self._none = self.xp.zeros(0, "float32")
+        self._sums = self.xp.zeros(self._param.num_output, "float32")
+
+    def _unroll(self, x: Array, col: Array) -> Array:
+        """The windows of x, [rows, n * P]: written to ``col``, or x itself where that is the same."""
+        if self._in_place and self._geometry.plain:
+            return x.reshape(col.shape)
+        self._geometry.unroll(x, col, self.context.compiled)
+        return col
+
+    def _fold_from(self, x: Array, col: Array) -> tuple[Array, bool]:
+        """Where to write the windows whose sum is x, and whether that is x itself."""
+        here = self._in_place and self._geometry.plain
+        return (x.reshape(col.shape) if here else col), here
+
+    def _packed(self, maps: Array, packed: Array) -> Array:
+        """maps[n, O, ...] as [O, n * P]: a copy in ``packed``, or the maps themselves where there is one image."""
+        if self._in_place:
+            return maps.reshape(packed.shape)
+        self._pack(maps, packed)
+        return packed
 
     def _chunk(self, n: int) -> tuple[Array, Array, Array]:
         """Scratch for n images: unrolled windows [rows, n * P], packed maps [outputs, n * P], one weight gradient."""
@@ -199,6 +256,14 @@ class _Windowed(Layer):
         else:
             self.xp.add(source.swapaxes(0, 1), bias[:, None], out=target)
 
+    def _add_sums(self, packed: Array, into: Array, first: bool) -> None:
+        """The sum of each row of packed[O, ...] written to ``into`` by the first chunk and added by the others."""
+        if first:
+            self.xp.sum(packed, axis=1, out=into)
+        else:
+            self.xp.sum(packed, axis=1, out=self._sums)
+            into += self._sums
+
     def _add_weight_gradient(self, left: Array, right: Array, into: Array, first: bool, scratch: Array) -> None:
         """left @ right.T written to ``into`` by the first chunk and added by the others."""
         if first:
@@ -210,33 +275,39 @@ class _Windowed(Layer):
 
 
 @register("Convolution")
-class Convolution(_Windowed):
+class Convolution(Windowed):
     """y = W * x + b over windows; groups, stride, pad, dilation, any number of spatial axes (Caffe Convolution)."""
 
     def shapes(self, bottoms: Sequence[Shape]) -> list[Shape]:
-        kernel, stride, pad, dilation = self._settings(bottoms)
-        n, channels, *size = bottoms[0]
-        out = []
-        for length, k, s, p, d in zip(size, kernel, stride, pad, dilation, strict=True):
-            extent = d * (k - 1) + 1
-            if length + 2 * p < extent:
-                raise self.error("the kernel exceeds the padded input", expected=f">= {extent}", found=length + 2 * p)
-            out.append((length + 2 * p - extent) // s + 1)
-        outputs = self._param.num_output
-        geometry = Geometry(channels, tuple(size), kernel, stride, pad, dilation, tuple(out))
-        self._plan(n, geometry, (outputs, channels // self._param.group, *kernel), outputs)
+        geometry = self._windows(bottoms)
+        n, channels = bottoms[0][:2]
+        kernel, out, outputs = geometry.kernel, geometry.out, self._param.num_output
+        weight = (outputs, channels // self._param.group, *kernel)
+        self._depthwise = self._param.group == channels > 1
+        self._plan(n, geometry, weight, outputs)
+        if self._depthwise:
+            self._depthwise_work = ((outputs, *kernel), (outputs, out[-1]))
+            self.context.scratch.reserve(*self._depthwise_work)
         return [(n, outputs, *out)] * len(bottoms)
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
-        matmul, compiled = self.xp.matmul, self.context.compiled
+        matmul = self.xp.matmul
         bias = self.blobs[1].device_data if len(self.blobs) > 1 else None
+        if self._depthwise:
+            self._forward_depthwise(bottoms, tops, self._none if bias is None else bias)
+            return
         for x, y in zip(bottoms, tops, strict=True):
             for part in self._starts(x.shape[0]):
                 col, packed, _ = self._chunk(part.stop - part.start)
-                self._geometry.unroll(x[part], col, compiled)
+                col = self._unroll(x[part], col)
+                if self._in_place:
+                    packed = y[part].reshape(packed.shape)
                 for weight, maps, rows in self._groups():
                     matmul(weight, col[rows], out=packed[maps])
-                self._unpack(packed, y[part], bias)
+                if not self._in_place:
+                    self._unpack(packed, y[part], bias)
+                elif bias is not None:
+                    kernels.add_bias(bias, packed)
 
     def backward(
         self,
@@ -246,31 +317,66 @@ class Convolution(_Windowed):
         bottom_diffs: Sequence[Array | None],
         param_diffs: Sequence[Array | None],
     ) -> None:
-        matmul, compiled = self.xp.matmul, self.context.compiled
+        matmul = self.xp.matmul
         dw = param_diffs[0]
         db = param_diffs[1] if len(param_diffs) > 1 else None
+        if self._depthwise:
+            self._backward_depthwise(bottoms, top_diffs, bottom_diffs, dw, db)
+            return
         first = True
         for x, dy, dx in zip(bottoms, top_diffs, bottom_diffs, strict=True):
             for part in self._starts(x.shape[0]):
                 col, packed, scratch = self._chunk(part.stop - part.start)
-                self._pack(dy[part], packed)
+                packed = self._packed(dy[part], packed)
                 if db is not None:
-                    total = packed.sum(axis=1)
-                    db[...] = total if first else db + total
+                    self._add_sums(packed, db, first)
                 if dw is not None:
-                    self._geometry.unroll(x[part], col, compiled)
+                    windows = self._unroll(x[part], col)
                     gradient = dw.reshape(self._work[1][0], -1)
                     for _, maps, rows in self._groups():
-                        self._add_weight_gradient(packed[maps], col[rows], gradient[maps], first, scratch)
+                        self._add_weight_gradient(packed[maps], windows[rows], gradient[maps], first, scratch)
                 if dx is not None:
+                    windows, done = self._fold_from(dx[part], col)
                     for weight, maps, rows in self._groups():
-                        matmul(weight.T, packed[maps], out=col[rows])
-                    self._geometry.fold(col, dx[part], compiled)
+                        matmul(weight.T, packed[maps], out=windows[rows])
+                    if not done:
+                        self._geometry.fold(col, dx[part], self.context.compiled)
                 first = False
+
+    def _forward_depthwise(self, bottoms: Sequence[Array], tops: Sequence[Array], bias: Array) -> None:
+        weight = self._window_weights(self.blobs[0].device_data)
+        for x, y in zip(bottoms, tops, strict=True):
+            depthwise.forward(self._geometry, x, weight, bias, y, self.context.compiled)
+
+    def _backward_depthwise(
+        self,
+        bottoms: Sequence[Array],
+        top_diffs: Sequence[Array],
+        bottom_diffs: Sequence[Array | None],
+        dw: Array | None,
+        db: Array | None,
+    ) -> None:
+        weight = self._window_weights(self.blobs[0].device_data)
+        compiled = self.context.compiled
+        part, sums = self.context.scratch.arrays(*self._depthwise_work)
+        for i, (x, dy, dx) in enumerate(zip(bottoms, top_diffs, bottom_diffs, strict=True)):
+            if db is not None:
+                for b, maps in enumerate(dy):
+                    self._add_sums(maps.reshape(len(weight), -1), db, i == b == 0)
+            if dw is not None:
+                gradient = self._window_weights(dw)
+                depthwise.backward_weight(self._geometry, x, dy, part if i else gradient, sums, compiled)
+                if i:
+                    gradient += part
+            if dx is not None:
+                depthwise.backward_data(self._geometry, dy, weight, dx, compiled)
+
+    def _window_weights(self, weight: Array) -> Array:
+        return weight.reshape(-1, *self._geometry.kernel)
 
 
 @register("Deconvolution")
-class Deconvolution(_Windowed):
+class Deconvolution(Windowed):
     """The transpose of Convolution: what its backward pass does to its input (Caffe Deconvolution)."""
 
     def shapes(self, bottoms: Sequence[Shape]) -> list[Shape]:
@@ -292,7 +398,7 @@ class Deconvolution(_Windowed):
         for x, y in zip(bottoms, tops, strict=True):
             for part in self._starts(x.shape[0]):
                 col, packed, _ = self._chunk(part.stop - part.start)
-                self._pack(x[part], packed)
+                packed = self._packed(x[part], packed)
                 for weight, maps, rows in self._groups():
                     self.xp.matmul(weight.T, packed[maps], out=col[rows])
                 self._geometry.fold(col, y[part], self.context.compiled)
@@ -315,17 +421,19 @@ class Deconvolution(_Windowed):
             for part in self._starts(x.shape[0]):
                 col, packed, scratch = self._chunk(part.stop - part.start)
                 if db is not None:
-                    maps_of = dy[part]
-                    total = maps_of.reshape(*maps_of.shape[:2], -1).sum(axis=2).sum(axis=0)
-                    db[...] = total if first else db + total
+                    for i, maps_of in enumerate(dy[part]):
+                        self._add_sums(maps_of.reshape(len(maps_of), -1), db, first and i == 0)
                 self._geometry.unroll(dy[part], col, self.context.compiled)
                 if dw is not None:
-                    self._pack(x[part], packed)
+                    packed = self._packed(x[part], packed)
                     gradient = dw.reshape(self._work[1][0], -1)
                     for _, maps, rows in self._groups():
                         self._add_weight_gradient(packed[maps], col[rows], gradient[maps], first, scratch)
                 if dx is not None:
+                    if self._in_place:
+                        packed = dx[part].reshape(packed.shape)
                     for weight, maps, rows in self._groups():
                         self.xp.matmul(weight, col[rows], out=packed[maps])
-                    self._unpack(packed, dx[part], None)
+                    if not self._in_place:
+                        self._unpack(packed, dx[part], None)
                 first = False

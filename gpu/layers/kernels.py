@@ -1,6 +1,7 @@
 """Compiled loops for NumPy arrays, where NumPy would make one small copy after another.
 
-Every loop runs in one thread and in one order, so the bits do not depend on the number of threads.
+Every item of a range (``first`` to ``last``: channels, planes) is computed by one thread and in one order, so the bits
+do not depend on the number of threads (:mod:`gpu.threads`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from profiler.jit import njit
+
+_NOWHERE = np.int32(-(2**31))
 
 
 @njit
@@ -27,59 +30,231 @@ def _span(out: int, size: int, stride: int, pad: int, offset: int) -> Any:
 
 
 @njit
-def im2col(x: Any, col: Any, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int, dh: int, dw: int) -> None:
-    """x[n, C, H, W] to col[C, kh, kw, n, OH, OW]; positions in the padding are 0. Both are contiguous."""
+def _copy(target: Any, to: int, source: Any, at: int, count: int, step: int) -> None:
+    """target[to + i] = source[at + i * step]. Unsigned, as numba looks at the sign of any other index."""
+    t, s, d = np.uintp(to), np.uintp(at), np.uintp(step)
+    if step == 1:
+        for i in range(np.uintp(count)):
+            target[t + i] = source[s + i]
+    else:
+        for i in range(np.uintp(count)):
+            target[t + i] = source[s + i * d]
+
+
+@njit
+def _zero(target: Any, to: int, count: int) -> None:
+    t = np.uintp(to)
+    for i in range(np.uintp(count)):
+        target[t + i] = np.float32(0)
+
+
+@njit
+def im2col(
+    x: Any, col: Any, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int, dh: int, dw: int, first: int, last: int
+) -> None:
+    """x[n, C, H, W] to col[C, kh, kw, n, OH, OW] for channels first to last; positions in the padding are 0."""
     n, channels, height, width = x.shape
     oh, ow = col.shape[4], col.shape[5]
     # Flat indices: a view per row of eight values would cost more than its copy.
     flat, out = x.reshape(-1), col.reshape(-1)
-    for c in range(channels):
+    for c in range(first, last):
         for i in range(kh):
             y0, y1 = _span(oh, height, sh, ph, i * dh)
             for j in range(kw):
                 x0, x1 = _span(ow, width, sw, pw, j * dw)
-                covered = y0 == 0 and y1 == oh and x0 == 0 and x1 == ow
                 start = ((c * kh + i) * kw + j) * n * oh * ow
                 for b in range(n):
-                    if not covered:
-                        for p in range(start, start + oh * ow):
-                            out[p] = 0
-                    for oy in range(y0, y1):
-                        to = start + oy * ow
-                        at = ((b * channels + c) * height + oy * sh - ph + i * dh) * width + j * dw - pw
-                        if sw == 1:
-                            for ox in range(x0, x1):
-                                out[to + ox] = flat[at + ox]
-                        else:
-                            for ox in range(x0, x1):
-                                out[to + ox] = flat[at + ox * sw]
+                    at = ((b * channels + c) * height + y0 * sh - ph + i * dh) * width + x0 * sw - pw + j * dw
+                    to = start + y0 * ow + x0
+                    if y0 == y1 or x0 == x1:
+                        _zero(out, start, oh * ow)
+                    elif sw == 1 and sh == 1 and ow == width:
+                        # One run, over the ends of the rows; what that brings into the padding is put right.
+                        _zero(out, start, y0 * ow + x0)
+                        _copy(out, to, flat, at, (y1 - y0 - 1) * ow + x1 - x0, 1)
+                        edge = ow - x1 + x0
+                        if edge > 0:
+                            for oy in range(y0, y1 - 1):
+                                _zero(out, start + oy * ow + x1, edge)
+                        _zero(out, start + (y1 - 1) * ow + x1, (oh - y1 + 1) * ow - x1)
+                    else:
+                        if y0 > 0 or y1 < oh or x0 > 0 or x1 < ow:
+                            _zero(out, start, oh * ow)
+                        for _ in range(y0, y1):
+                            _copy(out, to, flat, at, x1 - x0, sw)
+                            to += ow
+                            at += sh * width
                     start += oh * ow
 
 
 @njit
-def col2im(col: Any, x: Any, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int, dh: int, dw: int) -> None:
+def col2im(
+    col: Any, x: Any, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int, dh: int, dw: int, first: int, last: int
+) -> None:
     """The transpose of im2col: x is set to the sum of what belongs to each position, in kernel order."""
     n, channels, height, width = x.shape
     oh, ow = col.shape[4], col.shape[5]
     flat, source = x.reshape(-1), col.reshape(-1)
-    flat[:] = 0
-    for c in range(channels):
+    for c in range(first, last):
+        for b in range(n):
+            _zero(flat, (b * channels + c) * height * width, height * width)
+            for i in range(kh):
+                y0, y1 = _span(oh, height, sh, ph, i * dh)
+                for j in range(kw):
+                    x0, x1 = _span(ow, width, sw, pw, j * dw)
+                    row = ((((c * kh + i) * kw + j) * n + b) * oh + y0) * ow + x0
+                    at = ((b * channels + c) * height + y0 * sh - ph + i * dh) * width + x0 * sw - pw + j * dw
+                    count, step = np.uintp(max(x1 - x0, 0)), np.uintp(sw)
+                    for _ in range(y0, y1):
+                        s, t = np.uintp(row), np.uintp(at)
+                        if sw == 1:
+                            for p in range(count):
+                                flat[t + p] += source[s + p]
+                        else:
+                            for p in range(count):
+                                flat[t + p * step] += source[s + p]
+                        row += ow
+                        at += sh * width
+
+
+@njit
+def depthwise(
+    x: Any, weight: Any, bias: Any, y: Any, sh: int, sw: int, ph: int, pw: int, dh: int, dw: int, first: int, last: int
+) -> None:
+    """Convolution with one input channel a group, for planes first to last of y[n * O, OH, OW]; weight[O, kh, kw]."""
+    planes, oh, ow = y.shape
+    outputs, kh, kw = weight.shape
+    height, width = x.shape[1:]
+    each = planes // x.shape[0]
+    flat, out = x.reshape(-1), y.reshape(-1)
+    for plane in range(first, last):
+        o = plane % outputs
+        start = plane * oh * ow
+        value = bias[o] if bias.size else np.float32(0)
+        s = np.uintp(start)
+        for p in range(np.uintp(oh * ow)):
+            out[s + p] = value
         for i in range(kh):
             y0, y1 = _span(oh, height, sh, ph, i * dh)
             for j in range(kw):
                 x0, x1 = _span(ow, width, sw, pw, j * dw)
-                start = ((c * kh + i) * kw + j) * n * oh * ow
-                for b in range(n):
-                    for oy in range(y0, y1):
-                        row = start + oy * ow
-                        at = ((b * channels + c) * height + oy * sh - ph + i * dh) * width + j * dw - pw
+                w = weight[o, i, j]
+                at = ((plane // each) * height + y0 * sh - ph + i * dh) * width + x0 * sw - pw + j * dw
+                to = start + y0 * ow + x0
+                count, step = np.uintp(max(x1 - x0, 0)), np.uintp(sw)
+                for _ in range(y0, y1):
+                    a, t = np.uintp(at), np.uintp(to)
+                    if sw == 1:
+                        for p in range(count):
+                            out[t + p] += w * flat[a + p]
+                    elif sw == 2:
+                        for p in range(count):
+                            out[t + p] += w * flat[a + p + p]
+                    else:
+                        for p in range(count):
+                            out[t + p] += w * flat[a + p * step]
+                    at += sh * width
+                    to += ow
+
+
+@njit
+def depthwise_back(
+    dy: Any, weight: Any, dx: Any, sh: int, sw: int, ph: int, pw: int, dh: int, dw: int, first: int, last: int
+) -> None:
+    """Gradient of depthwise with respect to x, for planes first to last of dx[n * C, H, W]."""
+    planes, height, width = dx.shape
+    oh, ow = dy.shape[1:]
+    outputs, kh, kw = weight.shape
+    each = dy.shape[0] // planes
+    flat, source = dx.reshape(-1), dy.reshape(-1)
+    for plane in range(first, last):
+        _zero(flat, plane * height * width, height * width)
+        for m in range(each):
+            o = (plane * each + m) % outputs
+            for i in range(kh):
+                y0, y1 = _span(oh, height, sh, ph, i * dh)
+                for j in range(kw):
+                    x0, x1 = _span(ow, width, sw, pw, j * dw)
+                    w = weight[o, i, j]
+                    at = (plane * height + y0 * sh - ph + i * dh) * width + x0 * sw - pw + j * dw
+                    row = ((plane * each + m) * oh + y0) * ow + x0
+                    count, step = np.uintp(max(x1 - x0, 0)), np.uintp(sw)
+                    for _ in range(y0, y1):
+                        t, s = np.uintp(at), np.uintp(row)
                         if sw == 1:
-                            for ox in range(x0, x1):
-                                flat[at + ox] += source[row + ox]
+                            for p in range(count):
+                                flat[t + p] += w * source[s + p]
                         else:
-                            for ox in range(x0, x1):
-                                flat[at + ox * sw] += source[row + ox]
-                    start += oh * ow
+                            for p in range(count):
+                                flat[t + p * step] += w * source[s + p]
+                        at += sh * width
+                        row += ow
+
+
+@njit
+def depthwise_weights(
+    x: Any,
+    dy: Any,
+    gradient: Any,
+    sums: Any,
+    sh: int,
+    sw: int,
+    ph: int,
+    pw: int,
+    dh: int,
+    dw: int,
+    first: int,
+    last: int,
+) -> None:
+    """Gradient of depthwise with respect to weight[O, kh, kw], for outputs first to last; sums[O, OW] is work space.
+
+    Each column is summed by itself, image by image and row by row, then the columns: in one order, and by vectors.
+    """
+    outputs, kh, kw = gradient.shape
+    height, width = x.shape[1:]
+    planes, oh, ow = dy.shape
+    each = planes // x.shape[0]
+    flat, source, total = x.reshape(-1), dy.reshape(-1), sums.reshape(-1)
+    for o in range(first, last):
+        for i in range(kh):
+            y0, y1 = _span(oh, height, sh, ph, i * dh)
+            for j in range(kw):
+                x0, x1 = _span(ow, width, sw, pw, j * dw)
+                count, step = np.uintp(max(x1 - x0, 0)), np.uintp(sw)
+                t = np.uintp(o * ow)
+                _zero(total, o * ow, ow)
+                for plane in range(o, planes, outputs):
+                    at = ((plane // each) * height + y0 * sh - ph + i * dh) * width + x0 * sw - pw + j * dw
+                    row = (plane * oh + y0) * ow + x0
+                    for _ in range(y0, y1):
+                        a, s = np.uintp(at), np.uintp(row)
+                        if sw == 1:
+                            for p in range(count):
+                                total[t + p] += source[s + p] * flat[a + p]
+                        elif sw == 2:
+                            for p in range(count):
+                                total[t + p] += source[s + p] * flat[a + p + p]
+                        else:
+                            for p in range(count):
+                                total[t + p] += source[s + p] * flat[a + p * step]
+                        at += sh * width
+                        row += ow
+                value = np.float32(0)
+                for p in range(count):
+                    value += total[t + p]
+                gradient[o, i, j] = value
+
+
+@njit
+def add_bias(bias: Any, out: Any) -> None:
+    """out[O, P] += bias[O]."""
+    channels, size = out.shape
+    flat = out.reshape(-1)
+    for o in range(channels):
+        value = bias[o]
+        t = np.uintp(o * size)
+        for p in range(np.uintp(size)):
+            flat[t + p] += value
 
 
 @njit
@@ -100,46 +275,69 @@ def unpack(packed: Any, bias: Any, out: Any) -> None:
 
 
 @njit
-def max_pool(x: Any, y: Any, index: Any, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int) -> None:
-    """Largest value of each window of x[planes, H, W], the first one of equals, NaN if there is one; its position."""
-    planes, height, width = x.shape
-    oh, ow = y.shape[1], y.shape[2]
-    for p in range(planes):
-        plane = x[p]
+def max_pool(
+    x: Any, y: Any, index: Any, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int, first: int, last: int
+) -> None:
+    """Largest value of each window of x[planes, H, W], the first one of equals, NaN if there is one; its position.
+
+    A row of windows at a time, one value of each after the other: loops without branches, which become vectors.
+    """
+    height, width = x.shape[1:]
+    oh, ow = y.shape[1:]
+    flat, out, where = x.reshape(-1), y.reshape(-1), index.reshape(-1)
+    for plane in range(first, last):
         for oy in range(oh):
+            start = (plane * oh + oy) * ow
+            t = np.uintp(start)
+            for p in range(np.uintp(ow)):
+                out[t + p] = -np.inf
+                where[t + p] = _NOWHERE
             top = oy * sh - ph
-            y0, y1 = max(top, 0), min(top + kh, height)
-            for ox in range(ow):
-                left = ox * sw - pw
-                x0, x1 = max(left, 0), min(left + kw, width)
-                best = plane[y0, x0]
-                where = y0 * width + x0
-                for h in range(y0, y1):
-                    for w in range(x0, x1):
-                        value = plane[h, w]
-                        better = (value > best) | ((value != value) & (best == best))
-                        best = value if better else best
-                        where = h * width + w if better else where
-                y[p, oy, ox] = best
-                index[p, oy, ox] = where
+            for h in range(max(top, 0), min(top + kh, height)):
+                for j in range(kw):
+                    x0, x1 = _span(ow, width, sw, pw, j)
+                    place = np.int32(h * width - pw + j)  # of window 0
+                    t, a = np.uintp(start + x0), np.uintp((plane * height + h) * width + x0 * sw - pw + j)
+                    count, step = np.uintp(max(x1 - x0, 0)), np.uintp(sw)
+                    if sw == 1:
+                        for p in range(count):
+                            _keep(out, where, t + p, flat[a + p], place)
+                    elif sw == 2:
+                        for p in range(count):
+                            _keep(out, where, t + p, flat[a + p + p], place)
+                    else:
+                        for p in range(count):
+                            _keep(out, where, t + p, flat[a + p * step], place)
+            for p in range(ow):
+                where[np.uintp(start + p)] += np.int32(p * sw)
+
+
+@njit(inline="always")
+def _keep(out: Any, where: Any, at: Any, value: Any, place: Any) -> None:
+    """Take the value if it is larger, the first NaN, or the first of all."""
+    best, held = out[at], where[at]
+    better = (value > best) | ((value != value) & (best == best)) | (held == _NOWHERE)
+    out[at] = value if better else best
+    where[at] = place if better else held
 
 
 @njit
-def max_pool_back(dy: Any, index: Any, dx: Any) -> None:
+def max_pool_back(dy: Any, index: Any, dx: Any, first: int, last: int) -> None:
     """Give each gradient of dy[planes, P] to the position its maximum came from, in dx[planes, H * W]."""
-    planes, size = dy.shape
-    dx[:] = 0
-    for p in range(planes):
-        for i in range(size):
-            dx[p, index[p, i]] += dy[p, i]
+    size, room = dy.shape[1], dx.shape[1]
+    flat, source, where = dx.reshape(-1), dy.reshape(-1), index.reshape(-1)
+    for plane in range(first, last):
+        _zero(flat, plane * room, room)
+        for i in range(plane * size, (plane + 1) * size):
+            flat[np.uintp(plane * room + where[np.uintp(i)])] += source[np.uintp(i)]
 
 
 @njit
-def ave_pool(x: Any, y: Any, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int) -> None:
+def ave_pool(x: Any, y: Any, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int, first: int, last: int) -> None:
     """Sum of each window of x[planes, H, W] over its size, which counts padding but ends at H + pad."""
-    planes, height, width = x.shape
+    height, width = x.shape[1:]
     oh, ow = y.shape[1], y.shape[2]
-    for p in range(planes):
+    for p in range(first, last):
         for oy in range(oh):
             top = oy * sh - ph
             rows = min(top + kh, height + ph) - top
@@ -156,12 +354,14 @@ def ave_pool(x: Any, y: Any, kh: int, kw: int, sh: int, sw: int, ph: int, pw: in
 
 
 @njit
-def ave_pool_back(dy: Any, dx: Any, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int) -> None:
+def ave_pool_back(
+    dy: Any, dx: Any, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int, first: int, last: int
+) -> None:
     """The transpose of ave_pool."""
-    planes, height, width = dx.shape
+    height, width = dx.shape[1:]
     oh, ow = dy.shape[1], dy.shape[2]
-    dx[:] = 0
-    for p in range(planes):
+    for p in range(first, last):
+        dx[p] = 0
         for oy in range(oh):
             top = oy * sh - ph
             rows = min(top + kh, height + ph) - top

@@ -8,68 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from gpu.layers.base import Array, Layer, LayerError, Shape, register
+from gpu.layers.base import Array, Layer, Shape, as_flags, register
+from gpu.layers.labels import VALID, LabelOutOfRange, Labels, ignored_label, mode, normaliser
 
-_FULL, _VALID, _BATCH_SIZE, _NONE = range(4)
+__all__ = ["Accuracy", "EuclideanLoss", "LabelOutOfRange", "Softmax", "SoftmaxWithLoss", "softmax"]
+
 _TINY = np.float32(np.finfo(np.float32).tiny)
 
 
-class LabelOutOfRange(LayerError):
-    """A label that names no class. ``value``, ``classes``, ``position`` (of the first bad one, in the label blob)."""
-
-    value: float
-    classes: int
-    position: tuple[int, ...]
-
-
-class _Labels:
-    """Scores along one axis, one label for every other position; checks and picks."""
-
-    def __init__(self, layer: Layer, scores: Shape, labels: Shape, axis: int, ignore: int | None) -> None:
-        axis = layer.axis(axis, len(scores))
-        self._layer, self._ignore, self._label_shape = layer, ignore, labels
-        self.outer, self.classes, self.inner = math.prod(scores[:axis]), scores[axis], math.prod(scores[axis + 1 :])
-        self.view = (self.outer, self.classes, self.inner)
-        if math.prod(labels) != self.outer * self.inner:
-            raise layer.error(
-                "labels do not fit the scores",
-                expected=f"{self.outer * self.inner} labels for scores {scores} along axis {axis}",
-                found=f"{math.prod(labels)} (shape {labels})",
-            )
-
-    def read(self, labels: Array) -> tuple[Array, Array | None]:
-        """Labels as int64[outer, 1, inner] (0 where ignored), and which count (None: all). Raises LabelOutOfRange."""
-        xp = self._layer.xp
-        flat = labels.reshape(self.outer, 1, self.inner)
-        valid = None if self._ignore is None else flat != self._ignore
-        bad = ~((flat >= 0) & (flat < self.classes) & (flat == xp.floor(flat)))  # written so that NaN is bad
-        if valid is not None:
-            bad &= valid
-        if bool(bad.any()):
-            self._refuse(flat, int(bad.reshape(-1).argmax()))
-        return (flat if valid is None else xp.where(valid, flat, np.float32(0))).astype(np.int64), valid
-
-    def _refuse(self, flat: Array, first: int) -> None:
-        value = float(flat.reshape(-1)[first])
-        shown = int(value) if value.is_integer() else value
-        position = tuple(int(i) for i in np.unravel_index(first, self._label_shape))
-        ignored = "" if self._ignore is None else f", or ignore_label {self._ignore}"
-        error = LabelOutOfRange(
-            f"layer {self._layer.name!r} ({self._layer.type}): label {shown} at position {position} of blob "
-            f"{self._layer.spec.bottom[1]!r} is not a class",
-            expected=f"a whole number from 0 to {self.classes - 1} ({self.classes} classes){ignored}",
-            found=shown,
-            hint="is the last layer's num_output the number of classes, and do labels start at 0?",
-        )
-        error.value, error.classes, error.position = value, self.classes, position
-        raise error
-
-
-def _softmax(xp: Any, x: Array, y: Array) -> None:
-    """Softmax along axis 1 of x[outer, classes, inner], shifted by the maximum; y may be x."""
-    xp.subtract(x, x.max(axis=1, keepdims=True), out=y)
+def softmax(xp: Any, x: Array, y: Array, row: Array) -> None:
+    """Softmax along axis 1 of x[outer, classes, inner], shifted by the maximum; y may be x; row[outer, 1, inner]."""
+    xp.subtract(x, xp.max(x, axis=1, keepdims=True, out=row), out=y)
     xp.exp(y, out=y)
-    y /= y.sum(axis=1, keepdims=True)
+    y /= xp.sum(y, axis=1, keepdims=True, out=row)
 
 
 @register("Softmax")
@@ -85,6 +36,9 @@ class Softmax(Layer):
         self.context.scratch.reserve(self._view)
         return [shape]
 
+    def allocate(self) -> None:
+        self._row = self.xp.zeros((self._view[0], 1, self._view[2]), np.float32)
+
     def reads_bottom(self) -> bool:
         return False
 
@@ -92,7 +46,7 @@ class Softmax(Layer):
         return True
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
-        _softmax(self.xp, bottoms[0].reshape(self._view), tops[0].reshape(self._view))
+        softmax(self.xp, bottoms[0].reshape(self._view), tops[0].reshape(self._view), self._row)
 
     def backward(
         self,
@@ -108,7 +62,7 @@ class Softmax(Layer):
         (product,) = self.context.scratch.arrays(self._view)
         self.xp.multiply(y, dy, out=product)
         dx = bottom_diffs[0].reshape(self._view)
-        self.xp.subtract(dy, product.sum(axis=1, keepdims=True), out=dx)
+        self.xp.subtract(dy, self.xp.sum(product, axis=1, keepdims=True, out=self._row), out=dx)
         dx *= y
 
 
@@ -125,19 +79,19 @@ class SoftmaxWithLoss(Layer):
     loss = True
 
     def setup(self) -> None:
-        p = self.spec.loss_param
-        self._ignore = p.ignore_label if p.HasField("ignore_label") else None
-        self._mode = p.normalization
-        if not p.HasField("normalization") and p.HasField("normalize"):
-            self._mode = _VALID if p.normalize else _BATCH_SIZE
+        self._mode = mode(self.spec.loss_param, VALID)
 
     def shapes(self, bottoms: Sequence[Shape]) -> list[Shape]:
-        self._labels = _Labels(self, bottoms[0], bottoms[1], self.spec.softmax_param.axis, self._ignore)
+        ignore = ignored_label(self.spec.loss_param)
+        self._labels = Labels(self, bottoms[0], bottoms[1], self.spec.softmax_param.axis, ignore)
+        self.context.scratch.reserve(self._labels.view, self._labels.view)
         return [(), bottoms[0]][: len(self.spec.top)]
 
     def allocate(self) -> None:
+        self._labels.allocate()
         self._prob = self.xp.zeros(self._labels.view, np.float32)
-        self._known: tuple[Array, Array | None] = (None, None)
+        self._row = self.xp.zeros(self._labels.row, np.float32)
+        self._divisor = np.float32(1)
 
     def reads_bottom(self) -> bool:
         return False
@@ -145,23 +99,23 @@ class SoftmaxWithLoss(Layer):
     def allows_gradient(self, index: int) -> bool:
         return index == 0
 
-    def _normaliser(self, valid: Array | None) -> float:
-        labels = self._labels
-        if self._mode == _VALID:
-            count = labels.outer * labels.inner if valid is None else int(valid.sum())
-        else:
-            count = {_FULL: labels.outer * labels.inner, _BATCH_SIZE: labels.outer, _NONE: 1}[self._mode]
-        return max(1.0, float(count))
+    def _own(self) -> tuple[Array, Array]:
+        """Which scores the labels name, and room for as many values."""
+        room, spare = self.context.scratch.arrays(self._labels.view, self._labels.view)
+        return self._labels.one_hot(as_flags(room)), spare
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
-        xp = self.xp
-        _softmax(xp, bottoms[0].reshape(self._labels.view), self._prob)
-        index, valid = self._known = self._labels.read(bottoms[1])
-        chosen = xp.take_along_axis(self._prob, index, axis=1)
-        losses = -xp.log(xp.maximum(chosen, _TINY))
-        if valid is not None:
-            losses = xp.where(valid, losses, np.float32(0))
-        tops[0][...] = losses.sum() / np.float32(self._normaliser(valid))
+        xp, labels, chosen, loss = self.xp, self._labels, self._row, tops[0]
+        softmax(xp, bottoms[0].reshape(labels.view), self._prob, self._row)
+        labels.read(bottoms[1])
+        labels.pick(self._prob, *self._own(), out=chosen)
+        xp.maximum(chosen, _TINY, out=chosen)
+        xp.log(chosen, out=chosen)
+        xp.negative(chosen, out=chosen)
+        labels.clear_ignored(chosen)
+        self._divisor = normaliser(self._mode, labels.outer, labels.inner, labels.count())
+        xp.sum(chosen, out=loss)
+        loss /= self._divisor
         if len(tops) > 1:
             tops[1][...] = self._prob.reshape(tops[1].shape)
 
@@ -175,13 +129,11 @@ class SoftmaxWithLoss(Layer):
     ) -> None:
         if bottom_diffs[0] is None:
             return
-        index, valid = self._known
         dx = bottom_diffs[0].reshape(self._labels.view)
-        one_hot = self.xp.arange(self._labels.classes)[None, :, None] == index
-        self.xp.subtract(self._prob, one_hot, out=dx)
-        if valid is not None:
-            dx *= valid
-        dx *= top_diffs[0] / np.float32(self._normaliser(valid))
+        own, _ = self._own()
+        self.xp.subtract(self._prob, own, out=dx)
+        self._labels.clear_ignored(dx)
+        dx *= top_diffs[0] / self._divisor
 
 
 @register("EuclideanLoss")
@@ -235,17 +187,19 @@ class Accuracy(Layer):
     differentiable = False
 
     def setup(self) -> None:
-        p = self.spec.accuracy_param
-        self._top_k = p.top_k
-        self._ignore = p.ignore_label if p.HasField("ignore_label") else None
+        self._top_k = self.spec.accuracy_param.top_k
 
     def shapes(self, bottoms: Sequence[Shape]) -> list[Shape]:
-        self._labels = _Labels(self, bottoms[0], bottoms[1], self.spec.accuracy_param.axis, self._ignore)
+        p = self.spec.accuracy_param
+        self._labels = Labels(self, bottoms[0], bottoms[1], p.axis, ignored_label(p))
         if not 1 <= self._top_k <= self._labels.classes:
             raise self.error(
                 "top_k is out of range", expected=f"1 to {self._labels.classes} classes", found=self._top_k
             )
         return [(), (self._labels.classes,)][: len(self.spec.top)]
+
+    def allocate(self) -> None:
+        self._labels.allocate()
 
     def reads_bottom(self) -> bool:
         return False
@@ -253,7 +207,8 @@ class Accuracy(Layer):
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
         xp = self.xp
         scores = bottoms[0].reshape(self._labels.view)
-        index, valid = self._labels.read(bottoms[1])
+        self._labels.read(bottoms[1])
+        index, valid = self._labels.index, self._labels.valid
         own = xp.take_along_axis(scores, index, axis=1)
         # Its own score is among those that are not below it, so exactly one at rank 1.
         right = (~(scores < own)).sum(axis=1, keepdims=True) <= self._top_k

@@ -1,10 +1,9 @@
-"""Local response normalisation, batch normalisation and the learned scale that usually follows it."""
+"""Local response, batch, and mean-variance normalisation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -63,6 +62,16 @@ class LRN(Layer):
             out[near] += values[far]
             out[far] += values[near]
 
+    def _divide(self, values: Array, out: Array, spare: Array) -> None:
+        """values * s^-beta; the usual 3/4 by two square roots, as a power costs ten times as much."""
+        if self._beta == np.float32(0.75):
+            self.xp.sqrt(self._sums, out=out)
+            self.xp.sqrt(out, out=spare)
+            out *= spare
+        else:
+            self.xp.power(self._sums, self._beta, out=out)
+        self.xp.divide(values, out, out=out)
+
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
         x, y = bottoms[0], tops[0]
         square, spare, _ = self.context.scratch.arrays(*[self._shape] * 3)
@@ -70,8 +79,7 @@ class LRN(Layer):
         self._window_sum(square, self._sums, spare)
         self._sums *= self._alpha
         self._sums += self._base
-        self.xp.power(self._sums, -self._beta, out=y)
-        y *= x
+        self._divide(x, y, spare)
 
     def backward(
         self,
@@ -90,8 +98,7 @@ class LRN(Layer):
         self._window_sum(ratio, near, spare)
         near *= x
         near *= np.float32(2) * self._alpha * self._beta
-        self.xp.power(self._sums, -self._beta, out=dx)
-        dx *= dy
+        self._divide(dy, dx, spare)
         dx -= near
 
 
@@ -190,52 +197,50 @@ class BatchNorm(Layer):
         dx /= self._std
 
 
-@register("Scale")
-class Scale(Layer):
-    """y = x * s (+ b), with s spread over the axes it lacks; s is a parameter, or the second bottom."""
+@register("MVN")
+class MVN(Layer):
+    """y = (x - mean) / (std + eps), over each channel of each image, or over each image (``across_channels``).
 
-    n_bottoms = (1, 2)
+    Without ``normalize_variance`` only the mean is taken away. The gradient is Caffe's, which takes std + eps for std:
+    right as long as eps is small beside it.
+    """
+
     in_place = True
 
     def setup(self) -> None:
-        self._param = self.spec.scale_param
-        self._learned = len(self.spec.bottom) == 1
+        p = self._param = self.spec.mvn_param
+        self._eps = np.float32(p.eps)
 
     def shapes(self, bottoms: Sequence[Shape]) -> list[Shape]:
-        p, shape = self._param, bottoms[0]
-        axis = self.axis(p.axis, len(shape))
-        if self._learned:
-            if p.num_axes < -1 or axis + p.num_axes > len(shape):
-                raise self.error(
-                    "num_axes reaches past the last axis", expected=f"<= {len(shape) - axis}", found=p.num_axes
-                )
-            inner = shape[axis:] if p.num_axes == -1 else shape[axis : axis + p.num_axes]
-            filler = p.filler
-            if not p.HasField("filler"):
-                filler = caffe_pb2.FillerParameter(type="constant", value=1)
-            self.param_shapes = [ParamShape(inner, filler)]
-        else:
-            inner = bottoms[1]
-            axis = 0 if not inner else axis
-            if shape[axis : axis + len(inner)] != inner:
-                raise self.error("the second input does not fit the first", expected=shape[axis:], found=inner)
-        if p.bias_term:
-            self.param_shapes = [*self.param_shapes, ParamShape(inner, p.bias_filler)]
-        rest = len(shape) - axis - len(inner)
-        self._inner = inner
-        self._spread = (*inner, *[1] * rest)
-        self._summed = (*range(axis), *range(axis + len(inner), len(shape)))
-        self.context.scratch.reserve(shape)
+        shape = bottoms[0]
+        if not shape:
+            raise self.error("needs an input with at least one axis", found=shape)
+        rows = math.prod(shape[:1] if self._param.across_channels else shape[:2])
+        self._view = (rows, math.prod(shape) // rows)
+        self.context.scratch.reserve(self._view)
         return [shape]
 
-    def _scale(self, bottoms: Sequence[Array]) -> Array:
-        scale = self.blobs[0].device_data if self._learned else bottoms[1]
-        return scale.reshape(self._spread)
+    def allocate(self) -> None:
+        self._mean, self._along, self._std = (self.xp.ones((self._view[0], 1), np.float32) for _ in range(3))
+
+    def reads_bottom(self) -> bool:
+        return False
+
+    def reads_top(self) -> bool:
+        return bool(self._param.normalize_variance)
+
+    def _mean_of(self, values: Array, out: Array) -> Array:
+        return self.xp.mean(values, axis=1, keepdims=True, out=out)
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
-        self.xp.multiply(bottoms[0], self._scale(bottoms), out=tops[0])
-        if self._param.bias_term:
-            tops[0][...] += self.blobs[-1].device_data.reshape(self._spread)
+        x, y = bottoms[0].reshape(self._view), tops[0].reshape(self._view)
+        self.xp.subtract(x, self._mean_of(x, self._mean), out=y)
+        if self._param.normalize_variance:
+            (square,) = self.context.scratch.arrays(self._view)
+            self.xp.multiply(y, y, out=square)
+            self.xp.sqrt(self._mean_of(square, self._std), out=self._std)
+            self._std += self._eps
+            y /= self._std
 
     def backward(
         self,
@@ -245,14 +250,18 @@ class Scale(Layer):
         bottom_diffs: Sequence[Array | None],
         param_diffs: Sequence[Array | None],
     ) -> None:
-        x, dy = bottoms[0], top_diffs[0]
-        scale = self._scale(bottoms)
-        target: Any = param_diffs[0] if self._learned else bottom_diffs[1]
-        if target is not None:
-            (product,) = self.context.scratch.arrays(x.shape)
-            self.xp.multiply(x, dy, out=product)
-            target[...] = product.sum(axis=self._summed).reshape(self._inner)
-        if self._param.bias_term and param_diffs[-1] is not None:
-            param_diffs[-1][...] = dy.sum(axis=self._summed).reshape(self._inner)
-        if bottom_diffs[0] is not None:
-            self.xp.multiply(dy, scale, out=bottom_diffs[0])
+        if bottom_diffs[0] is None:
+            return
+        dy, dx = top_diffs[0].reshape(self._view), bottom_diffs[0].reshape(self._view)
+        mean = self._mean_of(dy, self._mean)
+        if not self._param.normalize_variance:
+            self.xp.subtract(dy, mean, out=dx)
+            return
+        y = tops[0].reshape(self._view)
+        (part,) = self.context.scratch.arrays(self._view)
+        self.xp.multiply(dy, y, out=part)
+        along = self._mean_of(part, self._along)
+        self.xp.multiply(y, along, out=part)
+        part += mean
+        self.xp.subtract(dy, part, out=dx)
+        dx /= self._std

@@ -13,7 +13,7 @@ from gpu.layers.base import Array, Layer, Shape, register
 _DROPOUT_STREAM = 3
 
 
-class _Pointwise(Layer):
+class Pointwise(Layer):
     """One input, one output of the same shape; may work in place."""
 
     in_place = True
@@ -24,7 +24,7 @@ class _Pointwise(Layer):
 
 
 @register("ReLU")
-class ReLU(_Pointwise):
+class ReLU(Pointwise):
     """y = max(x, 0) + negative_slope * min(x, 0)."""
 
     def setup(self) -> None:
@@ -65,7 +65,7 @@ class ReLU(_Pointwise):
 
 
 @register("Sigmoid")
-class Sigmoid(_Pointwise):
+class Sigmoid(Pointwise):
     """y = 1 / (1 + exp(-x)), by way of tanh, which cannot overflow."""
 
     def reads_bottom(self) -> bool:
@@ -95,7 +95,7 @@ class Sigmoid(_Pointwise):
 
 
 @register("TanH")
-class TanH(_Pointwise):
+class TanH(Pointwise):
     """y = tanh(x)."""
 
     def reads_bottom(self) -> bool:
@@ -121,7 +121,7 @@ class TanH(_Pointwise):
 
 
 @register("Power")
-class Power(_Pointwise):
+class Power(Pointwise):
     """y = (shift + scale * x) ^ power."""
 
     def setup(self) -> None:
@@ -158,7 +158,7 @@ class Power(_Pointwise):
 
 
 @register("Dropout")
-class Dropout(_Pointwise):
+class Dropout(Pointwise):
     """In TRAIN: values are dropped with chance ``dropout_ratio``, the others divided by what is kept. In TEST: y = x.
 
     The mask is a function of (seed, layer name, iteration, shard) alone, see docs/design.md 2.2: value i is dropped

@@ -10,6 +10,7 @@ import numpy as np
 
 from gpu.layers import kernels
 from gpu.layers.base import Array, Layer, Shape, register
+from gpu.threads import spread
 
 _MAX, _AVE = 0, 1
 _FLOOR = 1
@@ -130,13 +131,13 @@ class Pooling(Layer):
         x, y = bottoms[0].reshape(-1, *self._size), tops[0].reshape(-1, *self._out)
         if self._param.pool == _MAX:
             if self.context.compiled:
-                kernels.max_pool(x, y, self._index, *self._numbers())
+                spread(kernels.max_pool, x.shape[0], x.size, x, y, self._index, *self._numbers())
             else:
                 self._max(x, y)
             if len(tops) > 1:
                 tops[1][...] = self._index.reshape(self._top)
         elif self.context.compiled:
-            kernels.ave_pool(x, y, *self._numbers())
+            spread(kernels.ave_pool, x.shape[0], x.size, x, y, *self._numbers())
         else:
             y[...] = 0
             for image, out, _ in self._offsets():
@@ -168,9 +169,10 @@ class Pooling(Layer):
         compiled, largest = self.context.compiled, self._param.pool == _MAX
         if compiled and largest:
             planes = dy.shape[0]
-            kernels.max_pool_back(dy.reshape(planes, -1), self._index.reshape(planes, -1), dx.reshape(planes, -1))
+            arrays = (array.reshape(planes, -1) for array in (dy, self._index, dx))
+            spread(kernels.max_pool_back, planes, dx.size, *arrays)
         elif compiled:
-            kernels.ave_pool_back(dy, dx, *self._numbers())
+            spread(kernels.ave_pool_back, dx.shape[0], dx.size, dy, dx, *self._numbers())
         else:
             # A gather per offset in place of a scatter with atomics: the same bits at every run.
             dx[...] = 0

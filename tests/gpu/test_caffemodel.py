@@ -69,25 +69,50 @@ def test_weights_of_caffe_are_read_as_the_protobuf_library_reads_them() -> None:
             np.testing.assert_array_equal(array.reshape(-1), np.array(blob.data, np.float32))
 
 
-def test_v1_and_v0_layers_with_four_axis_blobs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", ["V0", "V1"])
+def test_old_layers_with_four_axis_blobs(tmp_path: Path, version: str) -> None:
     weight, bias = numbers(1, 1, 3, 4), numbers(1, 1, 1, 3)
     net = caffe_pb2.NetParameter(name="old")
-    v1 = net.layers.add(name="ip", type=caffe_pb2.V1LayerParameter.INNER_PRODUCT)
-    v1.blobs.extend([blob_proto(weight, legacy=True), blob_proto(bias, legacy=True)])
-    v0 = net.layers.add().layer
-    v0.name, v0.type = "older", "innerproduct"
-    v0.blobs.extend([blob_proto(weight, legacy=True)])
-    net.layers.add(name="relu", type=caffe_pb2.V1LayerParameter.RELU)
+    for name, kind in (("ip", "INNER_PRODUCT"), ("more", "INNER_PRODUCT"), ("relu", "RELU")):
+        layer = net.layers.add()
+        if version == "V0":
+            layer.layer.name, layer.layer.type = name, kind.replace("_", "").lower()
+            layer = layer.layer
+        else:
+            layer.name, layer.type = name, caffe_pb2.V1LayerParameter.LayerType.Value(kind)
+        if name != "relu":
+            layer.blobs.extend([blob_proto(weight, legacy=True), blob_proto(bias, legacy=True)])
     path = tmp_path / "old.caffemodel"
     path.write_bytes(net.SerializeToString())
     assert sniff(path) == "caffemodel"
     layers = read_layers(path)
-    assert [layer.name for layer in layers] == ["ip", "older"]
+    assert [layer.name for layer in layers] == ["ip", "more"]
     assert all(blob.legacy for layer in layers for blob in layer.blobs)
-    target = net_of({"ip": [(3, 4), (3,)], "older": [(3, 4)]})
+    target = net_of({"ip": [(3, 4), (3,)], "more": [(3, 4), (3,)]})
     copy_weights(target, path)
-    np.testing.assert_array_equal(target.params["ip"][0].data, weight.reshape(3, 4))
-    np.testing.assert_array_equal(target.params["ip"][1].data, bias.reshape(3))
+    for name in ("ip", "more"):
+        np.testing.assert_array_equal(target.params[name][0].data, weight.reshape(3, 4))
+        np.testing.assert_array_equal(target.params[name][1].data, bias.reshape(3))
+
+
+def test_weights_of_types_that_are_not_known_here_are_read(tmp_path: Path) -> None:
+    net = caffe_pb2.NetParameter()
+    net.layers.add(name="v1").blobs.append(blob_proto(numbers(1, 1, 1, 2), legacy=True))
+    path = tmp_path / "fork.caffemodel"
+    path.write_bytes(net.SerializeToString())
+    assert list(read_weights(path)) == ["v1"]
+
+
+@pytest.mark.parametrize("old", ["V0", "V1"])
+def test_weights_of_two_generations_in_one_file_are_refused(tmp_path: Path, old: str) -> None:
+    net = caffe_pb2.NetParameter()
+    net.layer.add(name="new")
+    layer = net.layers.add()
+    (layer.layer if old == "V0" else layer).name = "old"
+    path = tmp_path / "mixed.caffemodel"
+    path.write_bytes(net.SerializeToString())
+    with pytest.raises(StallscopeError, match=r"both 'layers' .*and 'layer'"):
+        read_weights(path)
 
 
 def test_doubles_unpacked_numbers_and_split_runs(tmp_path: Path) -> None:
@@ -172,8 +197,6 @@ def test_the_wrong_file_is_named_as_what_it_is(tmp_path: Path) -> None:
         for read in (read_weights, read_state):
             with pytest.raises(StallscopeError, match="is not"):
                 read(path)
-    with pytest.raises(StallscopeError, match="HDF5 snapshots are not supported"):
-        read_state(tmp_path / "net.caffemodel.h5")
     with pytest.raises(StallscopeError, match="does not exist"):
         read_weights(tmp_path / "missing")
     with pytest.raises(StallscopeError, match="is a folder"):

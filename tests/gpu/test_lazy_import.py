@@ -9,7 +9,7 @@ import pytest
 
 import gpu
 
-HEAVY = ("cupy", "numba", "ray", "lmdb", "plyvel", "torch", "scipy")
+HEAVY = ("cupy", "h5py", "numba", "ray", "lmdb", "plyvel", "torch", "scipy")
 
 
 def loaded_after(code: str) -> set[str]:

@@ -28,7 +28,6 @@ def test_net_inputs_become_an_input_layer() -> None:
     ("text", "message"),
     [
         ('layers { name: "a" type: RELU } layer { name: "b" type: "ReLU" }', "both 'layers' .*and 'layer'"),
-        ('layers { layer { name: "a" type: "relu" } }', "V0 format"),
         ('layers { name: "a" }', "'a'.*no type"),
         ('input: "a" input_dim: 3 layer { name: "x" }', "1 input_dim values for 1 inputs"),
         ('name: "empty"\n', "no layers"),

@@ -344,7 +344,6 @@ def test_snapshot_uses_the_prefix_of_the_solver(tmp_path: Path) -> None:
         ('base_lr: 0.1 type: "SGD" solver_type: ADAM\n', "both type and solver_type"),
         ('base_lr: 0.1 regularization_type: "L3"\n', "unknown regularization_type"),
         ("base_lr: 0.1 iter_size: 0\n", "iter_size must be at least 1"),
-        ("base_lr: 0.1 snapshot_format: HDF5\n", "HDF5 is not supported"),
         ("base_lr: 0.1 learning_rate: 3\n", "learning_rate"),
     ],
 )
