@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gpu.blob import Blob
     from gpu.device import Device, Upload, open_device
     from gpu.net import Net
+    from gpu.python_layer import PythonDataLayer, PythonLayer, register_layer
     from gpu.solver import Solver
 
 _HOME = {
@@ -22,10 +23,13 @@ _HOME = {
     "Blob": "gpu.blob",
     "Device": "gpu.device",
     "Net": "gpu.net",
+    "PythonDataLayer": "gpu.python_layer",
+    "PythonLayer": "gpu.python_layer",
     "Solver": "gpu.solver",
     "Upload": "gpu.device",
     "blas_threads": "gpu.backend",
     "open_device": "gpu.device",
+    "register_layer": "gpu.python_layer",
     "select_backend": "gpu.backend",
 }
 
@@ -34,10 +38,13 @@ __all__ = [
     "Blob",
     "Device",
     "Net",
+    "PythonDataLayer",
+    "PythonLayer",
     "Solver",
     "Upload",
     "blas_threads",
     "open_device",
+    "register_layer",
     "select_backend",
 ]
 
