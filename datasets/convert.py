@@ -15,7 +15,8 @@ from typing import Any
 
 from datasets import convert_arrays, convert_files, convert_list, writer
 from datasets.convert_inputs import ImageOptions, Inputs
-from datasets.convert_run import DEFAULT_SEED, Plan, check_names, check_targets, convert, may_be_there
+from datasets.convert_plan import DEFAULT_SEED, Plan, check_names, check_targets, may_be_there
+from datasets.convert_run import convert
 from datasets.convert_stream import SampleStream
 from datasets.convert_work import folder_of
 from datasets.manifest import Manifest

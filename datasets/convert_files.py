@@ -27,6 +27,8 @@ from datasets.convert_inputs import (
 class ImageFiles(Inputs):
     """Image files under ``root``, each with a label or with ``width`` labels."""
 
+    options: ImageOptions
+
     def __init__(self, root: Path, options: ImageOptions, width: int = 0) -> None:
         super().__init__()
         self.root = root

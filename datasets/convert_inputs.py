@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from datasets.datum import Datum, serialize
+from datasets.datum import serialize
 from datasets.order import Order
 from profiler.errors import StallscopeError
 
@@ -81,6 +81,7 @@ class Inputs(ABC):
     classes: names of the labels 0, 1, … where the source has names.
     pairs: whether items carry several labels, which go into a second database.
     parallel: whether threads help: there is an image to decode.
+    options: how image files are stored; None where there are none.
     notes: what a person should know about the source, though it can be stored.
     left_out: what of the source is not among the items, and why; as many as there are make the exit code 1.
     """
@@ -88,6 +89,7 @@ class Inputs(ABC):
     classes: list[str] | None = None
     pairs = False
     parallel = True
+    options: ImageOptions | None = None
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -246,11 +248,10 @@ def image_datum(
     from datasets import decode
     from datasets.resize import resize
 
-    as_stored = Datum(data=stored, encoded=True)
     same_kind = options.kind is None or options.kind == _kind(stored)
     if options.encoded and options.size is None and not options.gray and same_kind:
         try:
-            image = decode.to_image(as_stored, where)
+            image = decode.from_file(stored, where, None)
         except decode.ImageModeError as error:
             raise InputError(
                 error.what,
@@ -259,7 +260,7 @@ def image_datum(
                 hint="without --encoded, or with --gray, colour modes with palette or alpha are converted",
             ) from error
         return Converted(serialize(data=stored, label=label, encoded=True), _shape(image), label, True, labels)
-    image = decode.to_image(as_stored, where, color="gray" if options.gray else "color")
+    image = decode.from_file(stored, where, "gray" if options.gray else "color")
     if options.size is not None:
         image = resize(image, *options.size)
     if options.encoded:
@@ -267,7 +268,12 @@ def image_datum(
     else:
         channels, height, width = _shape(image)
         value = serialize(
-            channels=channels, height=height, width=width, data=image.tobytes(), label=label, encoded=False
+            channels=channels,
+            height=height,
+            width=width,
+            data=np.ascontiguousarray(image).data,
+            label=label,
+            encoded=False,
         )
     return Converted(value, _shape(image), label, options.encoded, labels)
 

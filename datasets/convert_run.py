@@ -2,135 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from datasets import convert_stream, datum, decode, writer
+from datasets import convert_stream, datum, decode, resize, writer
 from datasets.convert_inputs import Converted, Inputs, Job
+from datasets.convert_jobs import outcomes
+from datasets.convert_plan import MOST_RECORDS, Plan, already_there, check_names, check_targets, told_hash
 from datasets.convert_stream import SampleStream, Unshuffled
 from datasets.convert_work import Work, working
 from datasets.manifest import Manifest, Tally, read_manifest, write_manifest
 from datasets.order import Order
-from datasets.source import open_source
-from datasets.targets import check_parent
 from profiler.errors import StallscopeError, UsageError
 
-DEFAULT_SEED = 1
-MOST_RECORDS = 10**8
-"""Keys begin with eight digits; with more records their byte order would not be their numeric order."""
 _LONGEST_KEY = 511  # LMDB's limit; held for LevelDB as well, so both can hold the same records
 _LISTED_SKIPS = 100
 
 Progress = Callable[[str, int, int | None], object]
 """Called now and then with what is being done, the number of items done, and of all items if that is known."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How to convert.
-
-    Attributes
-    ----------
-    out: the new database. label_out: a second one with the same keys, for inputs whose items have several labels.
-    shuffle_seed: seed of the order in which the items are stored; None keeps their own.
-    force: replace databases that are there already.
-    skip: leave out items that cannot be read, and list them in the manifest, instead of stopping at the first. Keys
-        are numbered by place, so a skipped item leaves a gap.
-    workers: threads that decode. Neither bytes nor order depend on it.
-    source, options: what the manifest says of the source; ``options`` also tell whether a killed run can go on.
-    """
-
-    out: Path
-    backend: str = "lmdb"
-    shuffle_seed: int | None = DEFAULT_SEED
-    force: bool = False
-    skip: bool = False
-    workers: int = 1
-    label_out: Path | None = None
-    source: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def outs(self) -> list[Path]:
-        return [self.out] if self.label_out is None else [self.out, self.label_out]
-
-    def told(self, fingerprint: str) -> dict[str, Any]:
-        """All that the bytes of the result depend on."""
-        libraries = {name: metadata.version(name) for name in ("numpy", "pillow", "simplejpeg", "pyarrow")}
-        options = {**self.options, "backend": self.backend, "shuffle": self.shuffle_seed}
-        options["pairs"] = self.label_out is not None
-        told = {"the input": fingerprint, "the options": options, "libraries": libraries}
-        return json.loads(json.dumps(told))  # as it will be read again
-
-
-def check_names(plan: Plan) -> None:
-    """Raises :class:`UsageError` for targets that cannot be, whatever is there."""
-    for out in plan.outs:
-        if not out.name or out.name == "..":
-            raise UsageError(f"'{out}' is no name for a new database", expected="a folder that does not exist yet")
-    if len({out.absolute() for out in plan.outs}) < len(plan.outs):
-        raise UsageError("images and labels cannot go into one database", found=plan.out)
-    if plan.label_out is not None and plan.label_out.absolute().parent != plan.out.absolute().parent:
-        raise UsageError(
-            "the database of labels must lie beside that of the images",
-            expected=f"a name in {plan.out.absolute().parent}",
-            found=plan.label_out,
-        )
-    for out in plan.outs:
-        check_parent(out)
-
-
-def check_targets(plan: Plan) -> None:
-    """Raises :class:`UsageError` unless databases may be made where the plan says."""
-    check_names(plan)
-    for out in plan.outs:
-        writer.check_target(out, plan.force)
-
-
-def may_be_there(plan: Plan) -> bool:
-    """Whether what lies at the targets was made with these options, maybe of the same input."""
-    options = json.loads(json.dumps(plan.options))
-    for out in plan.outs:
-        manifest = _manifest(out)
-        if manifest is None or not manifest.made_from:
-            return False
-        if (manifest.options, manifest.backend, manifest.shuffle_seed) != (options, plan.backend, plan.shuffle_seed):
-            return False
-    return True
-
-
-def _there(plan: Plan, told: dict[str, Any]) -> Manifest | None:
-    """The manifest of the database that the plan would make, if it is there already, whole as far as opening tells."""
-    manifests = []
-    for out in plan.outs:
-        manifest = _manifest(out)
-        if manifest is None or manifest.made_from != _hash(told) or (manifest.skipped_count and not plan.skip):
-            return None
-        try:
-            with open_source(out):
-                manifests.append(manifest)
-        except StallscopeError:
-            return None
-    return manifests[0]
-
-
-def _manifest(out: Path) -> Manifest | None:
-    try:
-        return read_manifest(out)
-    except StallscopeError:
-        return None  # of a newer version or damaged: the database is none that we know
-
-
-def _hash(told: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def convert(
@@ -160,7 +52,7 @@ def convert(
                 manifest = read_manifest(plan.out)
                 assert manifest is not None
                 return manifest
-            there = None if plan.force else _there(plan, told)
+            there = None if plan.force else already_there(plan, told)
             if there is not None:
                 say("a complete database of this input is there already; nothing to do (--force makes it again)")
                 if not work.holds_other(told):
@@ -321,6 +213,9 @@ class _Run:
         done = self.start
         progress(what, done, count or None)
         workers = self.plan.workers if self.inputs.parallel else 1
+        for target in self.targets:
+            target.writer.behind = workers > 1
+        self._load_kernel(count)
         for job, made in outcomes(self.inputs.jobs(order, self.start), workers):
             self._store(job, made)
             done = job.place + 1
@@ -328,6 +223,12 @@ class _Run:
                 progress(what, done, count or None)
         progress(what, done, count or done)
         return self._complete()
+
+    def _load_kernel(self, count: int) -> None:
+        """Let a thread load the resizing kernel while others work, if there is enough to do for it."""
+        options = self.inputs.options
+        if options is not None and options.size is not None and not 0 < count < self.start + resize.WORTH_LOADING:
+            threading.Thread(target=resize.prepare, name="resizing kernel").start()
 
     def _store(self, job: Job, made: Converted | StallscopeError) -> None:
         try:
@@ -367,7 +268,7 @@ class _Run:
                 classes=self.inputs.classes if number == 0 else None,
                 source=self.plan.source,
                 options=self.plan.options,
-                made_from=_hash(self.told),
+                made_from=told_hash(self.told),
                 shuffle_seed=self.plan.shuffle_seed,
                 skipped=[*self.reasons, *left_out][:_LISTED_SKIPS],
                 skipped_count=self.skips + len(left_out),
@@ -377,35 +278,3 @@ class _Run:
         self.work.complete()
         self.work.publish()
         return manifests[0]
-
-
-def outcomes(jobs: Iterator[Job], workers: int) -> Iterator[tuple[Job, Converted | StallscopeError]]:
-    """Each job with what it made, or the error that kept it from it; in the order of the jobs, whoever is first.
-
-    Threads are enough: decoders, the resizing kernel and compression run without the interpreter's lock. No more than
-    four jobs a thread are under way, so memory does not grow with the input.
-    """
-    if workers == 1:
-        for job in jobs:
-            yield job, _attempt(job)
-        return
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="convert")
-    try:
-        under_way: deque[tuple[Job, Future[Converted | StallscopeError]]] = deque()
-        for job in jobs:
-            under_way.append((job, pool.submit(_attempt, job)))
-            if len(under_way) >= 4 * workers:
-                first, future = under_way.popleft()
-                yield first, future.result()
-        while under_way:
-            first, future = under_way.popleft()
-            yield first, future.result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _attempt(job: Job) -> Converted | StallscopeError:
-    try:
-        return job.make()
-    except StallscopeError as error:
-        return error

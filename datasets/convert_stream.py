@@ -104,6 +104,7 @@ class Unshuffled(Inputs):
     def __init__(self, stream: SampleStream) -> None:
         super().__init__()
         self.stream = stream
+        self.options = stream.options
         self.classes = stream.classes
         self.notes = stream.notes
         self.left_out = stream.left_out
@@ -130,6 +131,7 @@ class Indexed(Inputs):
     def __init__(self, stream: SampleStream, folder: Path) -> None:
         super().__init__()
         self.stream = stream
+        self.options = stream.options
         self.classes = stream.classes
         self.notes = stream.notes
         self._data = folder / "data"

@@ -151,6 +151,8 @@ def serialize(
     DatumError: an integer does not fit into int32, or is not an integer.
     """
     out = bytearray()
+    head = b""
+    payload: bytes | memoryview = b""
     for number, name, number_value in ((1, "channels", channels), (2, "height", height), (3, "width", width)):
         if number_value is not None:
             out.append(number << 3 | _VARINT)
@@ -159,7 +161,7 @@ def serialize(
         payload = data if isinstance(data, bytes) else memoryview(data).cast("B")
         out.append(4 << 3 | _BYTES)
         _put_varint(out, len(payload))
-        out += payload
+        head, out = bytes(out), bytearray()
     if label is not None:
         out.append(5 << 3 | _VARINT)
         _put_varint(out, _checked("label", label))
@@ -171,7 +173,7 @@ def serialize(
         out += packed.tobytes()
     if encoded is not None:
         out += bytes((7 << 3 | _VARINT, bool(encoded)))
-    return bytes(out)
+    return b"".join((head, payload, out))  # what may be large is copied once
 
 
 def _take_floats(view: memoryview, start: int, end: int, floats: bytearray) -> int:

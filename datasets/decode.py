@@ -67,7 +67,7 @@ def to_image(
     where: names data set, key and record in errors; turned into text only when there is one.
     color: ``color`` for three channels, ``gray`` for one, None for those the record has. Raw records are not
         converted: they must have the right number already.
-    max_pixels: larger image files (width x height) are refused; None, and at most, ``image_file.MAX_PIXELS``.
+    max_pixels: larger image files (width x height) are refused; None: ``image_file.MAX_PIXELS``.
 
     Returns
     -------
@@ -89,6 +89,11 @@ def to_image(
         assert datum.float_data is not None
         return _as_stored(datum.float_data.reshape(datum.channels, datum.height, datum.width), where, color)
     return image_file.read(datum.data, where, color, kind, max_pixels)
+
+
+def from_file(stored: bytes, where: object, color: Color | None) -> NDArray[np.uint8]:
+    """The pixels of an image file as :func:`to_image` gives them, but maybe a view uint8[C, H, W] of uint8[H, W, C]."""
+    return image_file.view(stored, where, color, _classify(Datum(data=stored, encoded=True), where), None)
 
 
 def probe(datum: Datum, where: object = "a record", *, max_pixels: int | None = None) -> Probe:

@@ -7,8 +7,11 @@ libjpeg-turbo (simplejpeg) with the accurate DCT and smooth upsampling, everythi
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -21,7 +24,8 @@ if TYPE_CHECKING:
 Color = Literal["color", "gray"]
 
 MAX_PIXELS = 89_478_485
-"""Larger images are refused before they are decoded. Pillow's own limit for a suspected decompression bomb."""
+"""Larger images are refused before they are decoded, unless told otherwise. Pillow's own limit for a suspected
+decompression bomb."""
 MAX_SCANS = 500
 """More scans than this in a progressive JPEG are refused: each costs a pass over the picture, whatever its bytes."""
 
@@ -33,6 +37,11 @@ _MAGIC = (
 CERTAIN = ("jpeg", "png", "gif", "tiff", "webp")
 """Kinds whose mark is long enough to believe it where a record's flag does not say that it is an image file."""
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # TIFF tags
+_TOO_LARGE = (
+    "nothing was decoded. If the image is what it says, shrink it when you convert it, or raise data.max_pixels of the "
+    "job (--max-pixels of inspect)"
+)
+_lifting = threading.Lock()
 NATIVE = ("L", "RGB")
 CONVERTIBLE = ("1", "P", "PA", "LA", "RGBA", "CMYK", "YCbCr")
 
@@ -49,6 +58,13 @@ def read(
     data: bytes | memoryview, where: object, color: Color | None, kind: str, max_pixels: int | None
 ) -> NDArray[np.uint8]:
     """The pixels of an image file of a known kind, uint8[C, H, W] in B, G, R; see :func:`datasets.decode.to_image`."""
+    return np.ascontiguousarray(view(data, where, color, kind, max_pixels))
+
+
+def view(
+    data: bytes | memoryview, where: object, color: Color | None, kind: str, max_pixels: int | None
+) -> NDArray[np.uint8]:
+    """As :func:`read`, but the array may be a view of what the decoder made, with the channels of a pixel together."""
     most = _most(max_pixels)
     if kind == "jpeg":
         return _jpeg(data, where, color, most)
@@ -144,10 +160,14 @@ def _opened(data: bytes | memoryview, where: object, kind: str, most: int) -> An
         # The decoder allocates the whole canvas when the file is opened.
         _check_pixels(where, *_webp_size(bytes(data[12:30])), most)
     try:
-        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        with _limit_of_pillow(most):
+            image = Image.open(io.BytesIO(data), formats=_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageDecodeError(
-            f"{where}: the image is too large", expected=f"at most {most:,} pixels", found=str(error)
+            f"{where}: the image is too large",
+            expected=f"at most {most:,} pixels",
+            found=str(error),
+            hint=_TOO_LARGE,
         ) from error
     except Exception as error:
         raise _damaged(where, kind, error, data) from error
@@ -180,7 +200,23 @@ def _mode(image: Any) -> str:
 
 
 def _most(max_pixels: int | None) -> int:
-    return MAX_PIXELS if max_pixels is None else min(max_pixels, MAX_PIXELS)
+    return MAX_PIXELS if max_pixels is None else max_pixels
+
+
+@contextlib.contextmanager
+def _limit_of_pillow(most: int) -> Iterator[None]:
+    """Lift Pillow's own limit, which is one for the whole process, where larger images are asked for: ours holds."""
+    from PIL import Image
+
+    if most <= MAX_PIXELS:
+        yield
+        return
+    with _lifting:
+        before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+        try:
+            yield
+        finally:
+            Image.MAX_IMAGE_PIXELS = before
 
 
 def _check_pixels(where: object, height: int, width: int, most: int) -> None:
@@ -189,7 +225,7 @@ def _check_pixels(where: object, height: int, width: int, most: int) -> None:
             f"{where}: the image is too large",
             expected=f"at most {most:,} pixels",
             found=f"{width} x {height} = {height * width:,}",
-            hint="nothing was decoded; shrink the image when you convert it, if it is what it says",
+            hint=_TOO_LARGE,
         )
 
 
@@ -223,8 +259,8 @@ def _check_mode(mode: str, where: object, color: Color | None, kind: str) -> Non
 
 
 def _planes(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """uint8[C, H, W], contiguous, from uint8[H, W, C]."""
-    return np.ascontiguousarray(image.transpose(2, 0, 1))
+    """A view uint8[C, H, W] of uint8[H, W, C]."""
+    return image.transpose(2, 0, 1)
 
 
 def _damaged(where: object, kind: str, error: Exception, data: bytes | memoryview) -> ImageDecodeError:

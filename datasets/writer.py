@@ -6,9 +6,10 @@ import os
 import re
 import shutil
 import socket
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,19 @@ class Writer(ABC):
     """Takes records in ascending order of their keys. Each transaction is on the disk when it has ended.
 
     A writer that is opened where another was killed goes on after what that one has committed.
+
+    Attributes
+    ----------
+    behind: transactions that fill up while records are put are written by another thread, one after the other:
+        whoever puts waits only when the next one is full before the last one has ended. What such a transaction raises
+        is raised by the call after it.
+    committed: records in transactions that are known to have ended.
     """
 
     def __init__(self, folder: Path) -> None:
+        self.behind = False
         self.committed = 0
+        self._flying: _Flying | None = None
         self._folder = folder
         self._pending: list[tuple[bytes, bytes]] = []
         self._pending_bytes = 0
@@ -72,20 +82,51 @@ class Writer(ABC):
             or self._pending_bytes >= COMMIT_BYTES
             or time.monotonic() - self._last_commit >= COMMIT_SECONDS
         ):
-            self.commit()
+            if self.behind:
+                self._hand_over()
+            else:
+                self.commit()
 
     def commit(self) -> None:
         """Write what is pending in one transaction. Raises :class:`DiskFull` before anything of it is written."""
+        self._await()
         if self._pending:
             try:
-                # Pages are not filled to the last byte: twice the bytes is more than enough.
-                check_free(self._folder, 2 * self._pending_bytes, "the next records")
-                self._write(self._pending)
+                self._write_if_room(self._pending, self._pending_bytes)
             except StallscopeError:
                 self._failed = True
                 raise
             self._note_committed()
         self._last_commit = time.monotonic()
+
+    def _write_if_room(self, records: list[tuple[bytes, bytes]], nbytes: int) -> None:
+        # Pages are not filled to the last byte: twice the bytes is more than enough.
+        check_free(self._folder, 2 * nbytes, "the next records")
+        self._write(records)
+
+    def _hand_over(self) -> None:
+        """Let a thread write what is pending, when the one before has ended."""
+        self._await()
+        flying = _Flying(self._pending, self._pending_bytes, self._write_if_room)
+        # No call between these two: Ctrl-C, which comes at calls, finds the records in one place or in the other.
+        self._flying = flying
+        self._pending, self._pending_bytes = [], 0
+        flying.start()
+        self._last_commit = time.monotonic()
+
+    def _await(self) -> None:
+        """Wait for the transaction under way, if any. Raises what it raised."""
+        flying = self._flying
+        if flying is None:
+            return
+        if flying.ident is None:
+            flying.start()  # Ctrl-C came before it
+        flying.join()
+        self._flying = None
+        if flying.error is not None:
+            self._failed = True
+            raise flying.error
+        self.committed += flying.count
 
     def keep(self) -> None:
         """Commit what is pending when something else than this writer failed or was interrupted.
@@ -93,6 +134,7 @@ class Writer(ABC):
         Does nothing after a failed write: it would fail again. An interruption may have come when a transaction had
         ended but was not counted yet; all of its records are there then, so the last one tells.
         """
+        self._await()
         if self._failed or not self._pending:
             return
         if self._has(self._pending[-1][0]):
@@ -124,9 +166,33 @@ class Writer(ABC):
     @abstractmethod
     def _finish(self) -> None: ...
 
-    @abstractmethod
     def abandon(self) -> None:
         """Give the handles back without finishing. Idempotent, also after ``close``."""
+        if self._flying is not None and self._flying.ident is not None:
+            self._flying.join()  # its handles may not go before it ends
+        self._release()
+
+    @abstractmethod
+    def _release(self) -> None: ...
+
+
+class _Flying(threading.Thread):
+    """A transaction that is being written by a thread of its own."""
+
+    def __init__(
+        self, records: list[tuple[bytes, bytes]], nbytes: int, write: Callable[[list[tuple[bytes, bytes]], int], None]
+    ) -> None:
+        super().__init__(name="commit")
+        self.count = len(records)
+        self.error: BaseException | None = None
+        self._todo = (write, records, nbytes)
+
+    def run(self) -> None:
+        write, records, nbytes = self._todo
+        try:
+            write(records, nbytes)
+        except BaseException as error:
+            self.error = error  # raised where the next call waits for this one
 
 
 class LmdbWriter(Writer):
@@ -143,6 +209,7 @@ class LmdbWriter(Writer):
             self._env: Any = lmdb.open(str(folder), map_size=map_size, lock=False)
         except lmdb.Error as error:
             raise StallscopeError(f"the LMDB in {folder} cannot be opened: {error}") from error
+        self._data = folder / "data.mdb"
         # Larger than asked for where an earlier writer had grown it.
         self._map_size = max(map_size, self._env.info()["map_size"])
 
@@ -161,6 +228,10 @@ class LmdbWriter(Writer):
             raise StallscopeError(f"the LMDB in {self._folder} cannot be read: {error}") from error
 
     def _write(self, records: list[tuple[bytes, bytes]]) -> None:
+        # A transaction for which the map is too small is written twice. Records take at most twice their bytes.
+        need = self._data.stat().st_size + 2 * sum(len(key) + len(value) for key, value in records)
+        while self._map_size < need:
+            self._grow()
         while True:
             try:
                 with self._env.begin(write=True) as transaction:
@@ -169,18 +240,20 @@ class LmdbWriter(Writer):
                             raise StallscopeError(f"the key {key!r} is already in the database")
                 return
             except self._lmdb.MapFullError:
-                # The whole transaction is lost, so it is written again from the pending records.
-                self._map_size *= 2
-                self.doublings += 1
-                try:
-                    self._env.set_mapsize(self._map_size)
-                except self._lmdb.Error as error:
-                    raise StallscopeError(
-                        f"the LMDB's map cannot grow to {self._map_size >> 20} MiB: {error}",
-                        hint="raise the limit on address space (ulimit -v), or write a LevelDB",
-                    ) from error
+                self._grow()  # the whole transaction is lost, so it is written again
             except self._lmdb.Error as error:
                 raise StallscopeError(f"writing the LMDB failed: {error}", hint="is the disk full?") from error
+
+    def _grow(self) -> None:
+        self._map_size *= 2
+        self.doublings += 1
+        try:
+            self._env.set_mapsize(self._map_size)
+        except self._lmdb.Error as error:
+            raise StallscopeError(
+                f"the LMDB's map cannot grow to {self._map_size >> 20} MiB: {error}",
+                hint="raise the limit on address space (ulimit -v), or write a LevelDB",
+            ) from error
 
     def _finish(self) -> None:
         try:
@@ -189,7 +262,7 @@ class LmdbWriter(Writer):
             raise StallscopeError(f"writing the LMDB failed: {error}", hint="is the disk full?") from error
         self._env.close()
 
-    def abandon(self) -> None:
+    def _release(self) -> None:
         self._env.close()
 
 
@@ -241,7 +314,7 @@ class LevelDbWriter(Writer):
             ) from error
         self._db.close()
 
-    def abandon(self) -> None:
+    def _release(self) -> None:
         self._db.close()
 
 

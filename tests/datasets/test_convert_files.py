@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets import convert_inputs, convert_run, datum, decode
+from datasets import convert_inputs, convert_jobs, datum, decode
 from datasets.manifest import damaged, read_manifest
 from datasets.source import open_source
 from profiler.errors import StallscopeError, UsageError
@@ -319,7 +319,7 @@ def test_jobs_come_in_order_from_threads_and_few_are_under_way() -> None:
             yield convert_inputs.Job(place, "", partial(make, place))
 
     places = []
-    for job, made in convert_run.outcomes(jobs(), 2):
+    for job, made in convert_jobs.outcomes(jobs(), 2):
         open_jobs -= 1
         assert isinstance(made, convert_inputs.Converted)
         assert made.value == b"%d" % job.place

@@ -5,6 +5,8 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -242,4 +244,97 @@ def test_after_a_failed_write_nothing_is_tried_again(tmp_path: Path, monkeypatch
             target.commit()
     target.keep()
     assert target.committed == 0
+    target.abandon()
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+def test_behind_whoever_puts_the_same_records_are_written_in_order(tmp_path: Path, monkeypatch, backend: str) -> None:
+    monkeypatch.setattr(writer, "COMMIT_RECORDS", 10)
+    target = writer.WRITERS[backend](tmp_path)
+    target.behind = True
+    write, threads, under_way = target._write, set(), []
+
+    def slow(records: list[tuple[bytes, bytes]]) -> None:
+        threads.add(threading.current_thread().name)
+        under_way.append(len(records))
+        time.sleep(0.01)
+        write(records)
+
+    monkeypatch.setattr(target, "_write", slow)
+    for index in range(95):
+        target.put(b"%08d" % index, bytes([index]) * 5000)
+        assert index + 1 - target.committed <= 30, "no more than a transaction under way and one that fills up"
+    target.close()
+    assert target.committed == 95
+    assert under_way == [10] * 9 + [5]
+    assert threads == {"commit", "MainThread"}
+    again = writer.WRITERS[backend](tmp_path)
+    assert [(key, value[0]) for key, value in again.records()] == [(b"%08d" % index, index) for index in range(95)]
+    again.abandon()
+
+
+def test_what_fails_behind_is_raised_by_the_next_call_and_nothing_later_is_written(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(writer, "COMMIT_RECORDS", 10)
+    target = writer.LmdbWriter(tmp_path)
+    target.behind = True
+    write = target._write
+
+    def fail_second(records: list[tuple[bytes, bytes]]) -> None:
+        if records[0][0] == b"00000010":
+            raise StallscopeError("writing failed")
+        write(records)
+
+    monkeypatch.setattr(target, "_write", fail_second)
+    put: list[int] = []
+
+    def fill() -> None:
+        for index in range(100):
+            put.append(index)
+            target.put(b"%08d" % index, b"x")
+
+    with pytest.raises(StallscopeError, match="writing failed"):
+        fill()
+    assert put[-1] == 29
+    target.keep()
+    assert target.committed == 10
+    assert len(list(target.records())) == 10
+    target.abandon()
+
+
+def test_giving_up_waits_for_the_transaction_under_way(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(writer, "COMMIT_RECORDS", 10)
+    target = writer.LmdbWriter(tmp_path)
+    target.behind = True
+    write = target._write
+    monkeypatch.setattr(target, "_write", lambda records: (time.sleep(0.2), write(records)))
+    for index in range(10):
+        target.put(b"%08d" % index, b"x")
+    target.abandon()  # closing the environment under it would crash
+    later = writer.LmdbWriter(tmp_path)
+    assert len(list(later.records())) == 10
+    later.abandon()
+
+
+@pytest.mark.parametrize("moment", ["before it starts", "while it is waited for"])
+def test_ctrl_c_round_a_transaction_behind_loses_nothing(tmp_path: Path, monkeypatch, moment: str) -> None:
+    monkeypatch.setattr(writer, "COMMIT_RECORDS", 10)
+    target = writer.LmdbWriter(tmp_path)
+    target.behind = True
+
+    def interrupt(*about: Any) -> None:
+        raise KeyboardInterrupt
+
+    def fill(first: int, end: int) -> None:
+        for index in range(first, end):
+            target.put(b"%08d" % index, b"x")
+
+    fill(0, 15)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer._Flying, "start" if moment == "before it starts" else "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fill(15, 20)
+    target.keep()
+    target.keep()
+    assert target.committed == 20
+    assert [key for key, _ in target.records()] == [b"%08d" % index for index in range(20)]
     target.abandon()
