@@ -202,8 +202,13 @@ def _visible(image: NDArray[Any]) -> tuple[NDArray[np.uint8], str]:
         low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
         known = np.clip(np.nan_to_num(image.astype(np.float64), nan=low), low, high)
         scaled = (known - low) * (255 / (high - low) if high > low else 0.0)
+        if not finite.size:
+            how.append("no value is finite")
+        elif low == high:
+            how.append(f"{low:.4g} everywhere" + ("" if finite.size == image.size else " where it is finite"))
+        else:
+            how.append(f"{low:.4g} is black, {high:.4g} is white")
         image = scaled.astype(np.uint8)
-        how.append(f"{low:.4g} is black, {high:.4g} is white")
     if len(image) == 3:
         return np.ascontiguousarray(image[::-1].transpose(1, 2, 0)), ", ".join(how)
     if len(image) > 1:

@@ -19,7 +19,9 @@ from datasets.convert_plan import DEFAULT_SEED, Plan, check_names, check_targets
 from datasets.convert_run import convert
 from datasets.convert_stream import SampleStream
 from datasets.convert_work import folder_of
+from datasets.image_file import MAX_PIXELS
 from datasets.manifest import Manifest
+from datasets.source import show_text
 from profiler.cli import EXIT_NOT_FINE, EXIT_OK, Parser, run
 
 _LISTED = 20
@@ -111,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _printable(text: str) -> str:
-    """File names may be bytes that are no text."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    """File names may be bytes that are no text, or hold what moves a terminal's cursor."""
+    return "\n".join(show_text(line) for line in text.split("\n"))
 
 
 def _summary(plan: Plan, manifest: Manifest) -> str:
@@ -171,7 +173,10 @@ def _size(text: str) -> tuple[int, int]:
     numbers = text.replace("x", ",").split(",")
     if len(numbers) not in (1, 2) or not all(number.strip().isdecimal() and int(number) > 0 for number in numbers):
         raise argparse.ArgumentTypeError(f"'{text}' is not a size: N, or height,width")
-    return int(numbers[0]), int(numbers[-1])
+    height, width = int(numbers[0]), int(numbers[-1])
+    if height * width > MAX_PIXELS:
+        raise argparse.ArgumentTypeError(f"{height} x {width} is more than the {MAX_PIXELS:,} pixels of an image")
+    return height, width
 
 
 def _seed(text: str) -> int | None:

@@ -123,7 +123,12 @@ def open_images(folder: Path, options: ImageOptions) -> ImageFiles:
             status = None  # a link to nothing: told when its turn comes, so that it can be skipped
         inputs.add(name, number[name.split(os.sep, 1)[0]], [], status)
     inputs.classes = classes
+    for name in sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "."):
+        if name not in number:
+            remarks.add("folders without an image, so no label stands for them", name)
     inputs.notes = remarks.lines()
+    if len(classes) == 1:
+        inputs.notes.append(f"all images have the label 0: {folder} holds one class folder, {classes[0]}")
     return inputs
 
 

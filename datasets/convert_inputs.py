@@ -246,8 +246,16 @@ def image_datum(
     The image is decoded even if its bytes are stored unchanged: a broken file is found now and not hours into training.
     """
     from datasets import decode
+    from datasets.image_file import kind_of
     from datasets.resize import resize
 
+    if kind_of(stored) == "unknown":
+        raise InputError(
+            f"{where}: the file is empty" if not stored else f"{where}: no image file",
+            expected="JPEG, PNG, BMP, GIF, WebP, TIFF or PPM",
+            found=f"{len(stored)} bytes" + (f", beginning {stored[:8].hex(' ')}" if stored else ""),
+            hint="mend or remove it, or --on-error skip leaves it out (exit code 1)",
+        )
     same_kind = options.kind is None or options.kind == _kind(stored)
     if options.encoded and options.size is None and not options.gray and same_kind:
         try:

@@ -40,12 +40,15 @@ def open_list(
     inputs: ImageFiles | None = None
     numbers = array("Q")
     first = usual = 0
+    from_here = False  # whether a path that is not there would be if it began in the working folder
     for number, line in _lines(file):
         if inputs is None:
             first, usual = number, _numbers(line)
             inputs = ImageFiles(root, options, _width(line, root) if pairs else 0)
         try:
             name, label, many = _many_labels(line, inputs.width) if pairs else _one_label(line)
+            if not from_here and not os.path.lexists(root / name):
+                from_here = os.path.exists(name)
             status = _status(root / name)
         except ValueError as error:
             ends = _numbers(line) if pairs else usual
@@ -67,7 +70,7 @@ def open_list(
     if inputs is None:
         raise InputError(f"the list {file} is empty", expected="a path, a space and a whole number on each line")
     if not skip:
-        problems.raise_any()
+        problems.raise_any(hint="--root . (the paths begin here, not at the list)" if from_here else None)
     _note_repeats(inputs, numbers, remarks)
     inputs.notes = remarks.lines()
     return inputs

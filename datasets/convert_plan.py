@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import writer
+from datasets.convert_work import OPTIONS
 from datasets.manifest import Manifest, read_manifest
 from datasets.source import open_source
 from datasets.targets import check_parent
@@ -54,7 +55,7 @@ class Plan:
         libraries = {name: metadata.version(name) for name in ("numpy", "pillow", "simplejpeg", "pyarrow")}
         options = {**self.options, "backend": self.backend, "shuffle": self.shuffle_seed}
         options["pairs"] = self.label_out is not None
-        told = {"the input": fingerprint, "the options": options, "libraries": libraries}
+        told = {"the input": fingerprint, OPTIONS: options, "libraries": libraries}
         return json.loads(json.dumps(told))  # as it will be read again
 
 

@@ -63,7 +63,7 @@ def convert(
             if not (work.folder / "state.json").exists():
                 work.remove()
             raise
-        going_on = work.begin(told, say)
+        going_on = work.begin(told, say, plan.force)
         run = None
         try:
             inputs = _addressed(source, plan, work, progress)

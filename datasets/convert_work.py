@@ -30,6 +30,8 @@ from profiler.errors import StallscopeError, UsageError
 
 SCHEMA = 1
 _NAMES = ("db", "labels")
+OPTIONS = "the options"
+"""Where the options stand in what a conversion is made from."""
 
 
 def folder_of(out: Path) -> Path:
@@ -73,13 +75,19 @@ class Work:
             (self.folder / "state.json").unlink()
         return same
 
-    def begin(self, told: dict[str, Any], say: Callable[[str], object]) -> bool:
-        """Prepare the folder; True if an interrupted run with the same input and options goes on."""
+    def begin(self, told: dict[str, Any], say: Callable[[str], object], force: bool = False) -> bool:
+        """Prepare the folder; True if an interrupted run with the same input and options goes on.
+
+        Raises :class:`UsageError` that names the options that are others, where those of the interrupted run would go
+        on from there; ``force`` starts over.
+        """
         state = self._read_state()
         if state is not None and state["told"] == told and not state.get("complete"):
             return True
         if state is not None:
             changed = [key for key in told if state["told"].get(key) != told[key]]
+            if changed == [OPTIONS] and not force and not state.get("complete"):
+                raise _other_options(self.outs[0], state["told"][OPTIONS], told[OPTIONS])
             say(
                 "an interrupted conversion to the same target is not continued, as "
                 + (f"{' and '.join(changed)} changed since" if changed else "it was to another target as well")
@@ -193,6 +201,30 @@ class Work:
     def _write_state(self, state: dict[str, Any]) -> None:
         self._state = state
         write_whole(self.folder / "state.json", json.dumps(state, indent=1).encode())
+
+
+def _other_options(out: Path, before: dict[str, Any], now: dict[str, Any]) -> UsageError:
+    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    return UsageError(
+        f"an interrupted conversion to {out} was made with other options, so it cannot go on with these",
+        expected=", ".join(_option(key, before.get(key)) for key in changed),
+        found=", ".join(_option(key, now.get(key)) for key in changed),
+        hint="the options that are expected go on where it was; --force starts over",
+    )
+
+
+def _option(name: str, value: Any) -> str:
+    """An option as it is given on the command line."""
+    if name == "kind":
+        return f"the source's kind {value}"
+    flag = "--label-db" if name == "pairs" else f"--{name.replace('_', '-')}"
+    if value is True:
+        return flag
+    if name == "shuffle":
+        return f"{flag} {'off' if value is None else value}"
+    if value is None or value is False:
+        return f"no {flag}"
+    return f"{flag} {','.join(map(str, value)) if isinstance(value, list) else value}"
 
 
 @contextmanager

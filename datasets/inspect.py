@@ -16,7 +16,8 @@ The JSON document::
     channel_mean   of channel_mean_of records (at most 64) spread over the data set, as decoded (B, G, R); null where
                    their channels differ
     storage     {files, nbytes, allocated, resident, resident_missing, page_bytes, pages, unused_pages}; null in memory
-    bad         [{index, key, reason}], the first 20 records that cannot be understood; bad_records: how many there are
+    bad         [{index, key, reason, problem}], the first 20 records that cannot be understood (problem: the reason
+                without the record's name); bad_records: how many there are
     warnings    [text]
 """
 
@@ -238,8 +239,8 @@ def render(document: dict[str, Any], console: Console) -> None:
     for name, text in words.rows(document):
         table.add_row(name, escape(text))
     console.print(table)
-    for entry in document["bad"]:
-        console.print(f"[red]bad[/red]      {escape(entry['reason'])}", highlight=False)
+    for line in words.bad_lines(document):
+        console.print(f"[red]bad[/red]      {escape(line)}", highlight=False)
     for warning in document["warnings"]:
         console.print(f"[yellow]warning[/yellow]  {escape(warning)}", highlight=False)
 

@@ -2,7 +2,7 @@
 
 ``<database>.manifest.json`` lies beside the database, never inside of it: a database stays exactly what Caffe expects.
 ``<database>.crc32`` holds one CRC-32 a record (uint32, little-endian, in key order). Opening a data set compares the
-number of records and the key range (:func:`datasets.source.open_source`); :func:`damaged` reads everything.
+number of records and the key range (:func:`datasets.source.open_source`); :mod:`datasets.verify` reads everything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import re
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datasets.errors import ManifestMismatch
-from datasets.source import Source, manifest_path
+from datasets.source import manifest_path
 from profiler.errors import StallscopeError
 
 SCHEMA = 1
@@ -202,24 +201,6 @@ def read_checksums(path: str | os.PathLike[str]) -> NDArray[np.uint32] | None:
     if len(stored) % 4:
         raise ManifestMismatch(f"{checksum_path(path)} is cut", expected="a multiple of 4 bytes", found=len(stored))
     return np.frombuffer(stored, "<u4")
-
-
-def damaged(source: Source) -> Iterator[int]:
-    """Positions of the records whose bytes are not those that were written. Reads the whole data set.
-
-    Raises :class:`datasets.errors.ManifestMismatch` where there are no checksums, or not one for each record.
-    """
-    crcs = read_checksums(source.path)
-    if crcs is None or len(crcs) != len(source):
-        raise ManifestMismatch(
-            f"{source.name} cannot be compared with its checksums",
-            expected=f"{len(source)} checksums in {checksum_path(source.path)}",
-            found="no such file" if crcs is None else f"{len(crcs)}",
-        )
-    for index in range(len(source)):
-        record = source.read(index)
-        if record_crc(record.key, record.value) != crcs[index]:
-            yield index
 
 
 def write_whole(place: Path, content: bytes) -> None:

@@ -1,17 +1,21 @@
-"""Copy the sound records of a damaged data set to a new database, keys and values unchanged."""
+"""Copy the sound records of a damaged data set to a new database, keys and values unchanged.
+
+``python -m datasets.salvage DB OUT`` is ``python -m datasets.verify DB --salvage OUT``.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import writer
+from datasets import verify, writer
 from datasets.manifest import Tally, read_manifest, remove_manifest, write_manifest
 from datasets.raw import RawReader
 from datasets.targets import check_apart
 from datasets.verify import Seen, examine
+from profiler import cli
 
 _LISTED = 100
 
@@ -89,3 +93,23 @@ def _lost(document: dict[str, Any]) -> int:
     if document["expected"] is None:
         return known
     return max(known, document["expected"] - document["sound"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Returns what :func:`datasets.verify.main` returns: 0 if all was sound, else 1."""
+    parser = cli.Parser(
+        prog="python -m datasets.salvage",
+        description="Copy the sound records of a data set to a new database; the data set stays as it is. "
+        "The same as python -m datasets.verify DB --salvage OUT, which tells more options.",
+    )
+    parser.add_argument("path", metavar="DB", help="folder of an LMDB or LevelDB, or single-file LMDB")
+    parser.add_argument("out", metavar="OUT", help="folder of the new database; its manifest goes beside it")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is there already")
+    parser.add_argument("--json", action="store_true", help="print a JSON document instead of text")
+    arguments = parser.parse_args(argv)
+    flags = [f"--{name}" for name in ("force", "json") if getattr(arguments, name)]
+    return verify.main([*flags, "--salvage", arguments.out, "--", arguments.path])
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -56,6 +56,14 @@ def show_key(key: bytes) -> str:
     return repr(text) + ("…" if len(key) > 120 else "")
 
 
+def show_text(text: str) -> str:
+    """Text that came with a data set, harmless to a terminal or a page: what does not print as an escape.
+
+    Control characters could move the cursor, and marks of direction (U+202E) turn round what stands beside them.
+    """
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 class Source(ABC):
     """Records at rest. One thread at a time; any number of processes, each with its own copy.
 
@@ -213,6 +221,12 @@ def manifest_path(path: str | os.PathLike[str]) -> Path:
     return Path(place + ".manifest.json")
 
 
+def _told(about: dict[str, object]) -> str:
+    return ", ".join(
+        f"{value} {name}" if name == "records" else f"{name} {show_text(str(value))}" for name, value in about.items()
+    )
+
+
 def _check_manifest(source: Source) -> None:
     """Refuse a database that is not what its manifest says. Opens it, so damage shows now and not during a run."""
     from datasets.manifest import key_text, read_manifest
@@ -229,12 +243,8 @@ def _check_manifest(source: Source) -> None:
     if found != told:
         raise ManifestMismatch(
             f"{source.name} does not hold what its manifest {manifest_path(source.path)} says",
-            expected=", ".join(
-                f"{value} {name}" if name == "records" else f"{name} {value}" for name, value in told.items()
-            ),
-            found=", ".join(
-                f"{value} {name}" if name == "records" else f"{name} {value}" for name, value in found.items()
-            ),
+            expected=_told(told),
+            found=_told(found),
             hint="the conversion or a copy was interrupted (a cut write-ahead log loses records silently): convert or "
             "copy again, or remove the manifest to read what is there",
         )

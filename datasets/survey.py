@@ -144,7 +144,7 @@ class Survey:
     shapes, encodings, modes: records of each, by name.
     first: the first record of each shape, encoding and mode, by (kind, name).
     sizes: bytes of each value read, in order; places: the record numbers of the smallest and the largest.
-    bad: the first records that cannot be understood, as {index, key, reason}; bad_records: how many there are.
+    bad: the first records that cannot be understood, as {index, key, reason, problem}; bad_records: how many there are.
     unflagged: records that hold an image file and do not say so. no_label: the first record without a label.
     not_finite: records with NaN or infinity among their floats; first_not_finite: the first of them.
     on_disk: the files, as they were before the records were read.
@@ -184,7 +184,15 @@ class Survey:
         except DatumError as error:
             self.bad_records += 1
             if len(self.bad) < _MOST_BAD:
-                self.bad.append({"index": record.index, "key": show_key(record.key)[1:-1], "reason": str(error)})
+                reason = str(error)
+                self.bad.append(
+                    {
+                        "index": record.index,
+                        "key": show_key(record.key)[1:-1],
+                        "reason": reason,
+                        "problem": reason.removeprefix(f"{record}: "),
+                    }
+                )
             return
         shape = f"{seen.channels}x{seen.height}x{seen.width}"
         for kind, counts, name in (

@@ -31,7 +31,7 @@ from datasets.datum import DatumError
 from datasets.errors import ManifestMismatch
 from datasets.manifest import checksum_path, key_text, read_checksums, read_manifest, record_crc
 from datasets.raw import Lost, RawReader, Stored, open_raw
-from datasets.source import manifest_path
+from datasets.source import manifest_path, show_key, show_text
 from datasets.threads import in_order
 from profiler import cli
 
@@ -178,7 +178,7 @@ class _Report:
             found.append(f"{self.unlabelled} records have no label")
         if self.not_finite:
             found.append(
-                f"{self.not_finite} records hold NaN or infinity, the first has key '{key_text(self.first_not_finite)}'"
+                f"{self.not_finite} records hold NaN or infinity, the first has key {show_key(self.first_not_finite)}"
             )
         return found
 
@@ -311,11 +311,11 @@ def render(document: dict[str, Any], console: Console) -> None:
 
     name = f"{document['path']} ({document['backend']})"
     for entry in document["damage"][:_MOST_SHOWN]:
-        after = "" if entry["after"] is None else f" (last key before it: '{entry['after']}')"
+        after = "" if entry["after"] is None else f" (last key before it: '{show_text(entry['after'])}')"
         joint = " " if entry["reason"].startswith(("is ", "has ")) else ": "
         show("red", "damaged", f"{entry['place']}{joint}{entry['reason']}{after}")
     for entry in document["bad"][:_MOST_SHOWN]:
-        key = "key unknown" if entry["key"] is None else f"key '{entry['key']}'"
+        key = "key unknown" if entry["key"] is None else f"key '{show_text(entry['key'])}'"
         show("red", "bad", f"record {entry['index']} ({key}): {entry['reason']}")
     for kind in ("damage", "bad"):
         if len(document[kind]) > _MOST_SHOWN:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from datasets.source import show_text
+
+_KEY = 120  # characters of a key that are shown
+_PLACES = 5  # records named where several have the same problem
+
 
 def rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     """An inspection as pairs of a name and a text, for a table."""
-    db = f" (database '{document['db']}')" if document["db"] is not None else ""
+    db = f" (database '{show_text(document['db'])}')" if document["db"] is not None else ""
     out = [("data set", document["path"] + db), ("backend", document["backend"])]
     looked, records = document["looked_at"], document["records"]
     part = "" if looked["records"] == records else f"; looked at {_part(looked)}"
@@ -17,7 +22,8 @@ def rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     keys = document["key_order"]
     if keys["first"] is not None:
         kind = "padded numbers" if keys["padded"] else "numbers without padding" if keys["numeric"] else "names"
-        out.append(("keys", f"{keys['first']} to {keys['last']}, {kind}, in byte order"))
+        first, last = (show_text(keys[end][:_KEY]) + ("…" if keys[end][_KEY:] else "") for end in ("first", "last"))
+        out.append(("keys", f"{first} to {last}, {kind}, in byte order"))
     sizes = document["record_bytes"]
     if sizes:
         shown = (bytes_text(sizes[name]) for name in ("p50", "min", "p5", "p95", "max"))
@@ -37,6 +43,25 @@ def rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         out.append(("on disk", disk_text(storage)))
         out.append(("in memory", resident_text(storage)))
     return out
+
+
+def bad_lines(document: dict[str, Any]) -> list[str]:
+    """What is wrong with the bad records that the document lists: each problem once, and the records that have it."""
+    problems: dict[str, list[dict[str, Any]]] = {}
+    for entry in document["bad"]:
+        problems.setdefault(entry["problem"], []).append(entry)
+    lines = []
+    for problem, entries in problems.items():
+        if len(entries) == 1:
+            lines.append(entries[0]["reason"])
+            continue
+        shown = ", ".join(f"{entry['index']} ('{entry['key']}')" for entry in entries[:_PLACES])
+        more = f" and {len(entries) - _PLACES} more" if entries[_PLACES:] else ""
+        lines.append(f"{len(entries)} records: {problem}\n  records:  {shown}{more}")
+    unlisted = document["bad_records"] - len(document["bad"])
+    if unlisted:
+        lines.append(f"and {unlisted:,} more records, not looked at closely here; datasets.verify --json lists all")
+    return lines
 
 
 def _part(looked: dict[str, int]) -> str:

@@ -190,3 +190,18 @@ def test_a_browser_draws_it_on_a_narrow_screen(tmp_path):
     width, shown, drawn = map(int, re.search(r'data-told="(\d+),(\d+),(\d+)"', done.stdout).groups())
     assert width <= 400
     assert shown == drawn >= 39
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ([299.0, 299.0], "299 everywhere"),
+        ([299.0, float("nan")], "299 everywhere where it is finite"),
+        ([float("nan"), float("inf")], "no value is finite"),
+        ([1.0, 3.0], "1 is black, 3 is white"),
+    ],
+)
+def test_floats_say_how_they_were_made_visible(values: list[float], told: str) -> None:
+    visible, how = contact_sheet._visible(np.array(values, np.float32).reshape(1, 1, 2))
+    assert how == told
+    assert visible.shape == (1, 2)

@@ -6,6 +6,8 @@ import io
 import itertools
 import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -16,10 +18,10 @@ import pytest
 from PIL import Image
 
 from datasets import convert_inputs, convert_jobs, datum, decode
-from datasets.manifest import damaged, read_manifest
+from datasets.manifest import read_manifest
 from datasets.source import open_source
 from profiler.errors import StallscopeError, UsageError
-from tests.datasets.converting import pairs, picture, records, run
+from tests.datasets.converting import ROOT, damaged, pairs, picture, records, run
 
 
 def test_an_image_folder_numbers_its_classes(tmp_path: Path, capsys) -> None:
@@ -213,7 +215,7 @@ def test_several_labels_go_into_a_database_of_their_own(tmp_path: Path, backend:
         assert datum.parse(image.value).label is None
     for name in ("out", "two"):
         with open_source(tmp_path / name) as source:
-            assert list(damaged(source)) == []
+            assert damaged(source) == []
     (tmp_path / "list.txt").write_text("".join(lines) + "im 0.png 1 2\nim 1.png 1 x 3\n")
     with pytest.raises(
         convert_inputs.InputError, match=r"2 problems(.|\n)*line 41 ends with 2 numbers, line 1 with 3(.|\n)*line 42"
@@ -378,3 +380,82 @@ def test_folders_that_are_no_image_sets(tmp_path: Path, files: list[str], messag
         picture(tmp_path / "in" / name)
     with pytest.raises(convert_inputs.InputError, match=message):
         run("images", tmp_path / "in", tmp_path / "out")
+
+
+def test_a_list_whose_paths_begin_in_the_working_folder_is_told_the_flag_for_it(tmp_path: Path, monkeypatch) -> None:
+    picture(tmp_path / "pictures" / "a.png")
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "train.txt").write_text("pictures/a.png 1\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(convert_inputs.InputError, match=r"No such file(.|\n)*try: .*--root \."):
+        run("list", "lists/train.txt", "out")
+    assert run("list", "lists/train.txt", "out", "--root", ".") == 0
+    (tmp_path / "lists" / "train.txt").write_text("nowhere/a.png 1\n")
+    with pytest.raises(convert_inputs.InputError, match="correct the list"):
+        run("list", "lists/train.txt", "out2")
+
+
+@pytest.mark.parametrize("flags", [[], ["--encoded"], ["--gray"]])
+@pytest.mark.parametrize(
+    ("content", "told"), [(b"", "the file is empty"), (b"some text", "no image file(.|\n)*73 6f 6d")]
+)
+def test_files_that_are_no_images_are_told_in_words_about_files(tmp_path: Path, content, told, flags) -> None:
+    picture(tmp_path / "in" / "a" / "good.png")
+    (tmp_path / "in" / "a" / "bad.jpg").write_bytes(content)
+    with pytest.raises(convert_inputs.InputError, match=rf"bad\.jpg: {told}(.|\n)*--on-error skip"):
+        run("images", tmp_path / "in", tmp_path / "out", *flags)
+    assert run("images", tmp_path / "in", tmp_path / "out", "--on-error", "skip", *flags) == 1
+    assert len(records(tmp_path / "out")) == 1
+
+
+def test_what_decides_is_in_the_file_and_not_its_ending(tmp_path: Path) -> None:
+    for name, kind in (("a.jpg", "PNG"), ("b.png", "JPEG"), ("c.gif", "BMP")):
+        (tmp_path / "in" / "x").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (3, 2), (9, 9, 9)).save(tmp_path / "in" / "x" / name, kind)
+    assert run("images", tmp_path / "in", tmp_path / "out", "--shuffle", "off") == 0
+    images = [decode.to_image(datum.parse(record.value, record)) for record in records(tmp_path / "out")]
+    assert {image.shape for image in images} == {(3, 2, 3)}
+    assert all(abs(int(image.min()) - 9) <= 1 for image in images)
+
+
+def test_class_folders_without_an_image_and_a_single_class_are_noted(tmp_path: Path, capsys) -> None:
+    picture(tmp_path / "in" / "dog" / "a.png")
+    (tmp_path / "in" / "cat" / "deeper").mkdir(parents=True)
+    assert run("images", tmp_path / "in", tmp_path / "out") == 0
+    told = capsys.readouterr().err
+    assert "folders without an image, so no label stands for them: cat" in told
+    assert "all images have the label 0" in told
+    picture(tmp_path / "in" / "cat" / "deeper" / "b.png")
+    assert run("images", tmp_path / "in", tmp_path / "out2") == 0
+    assert "note" not in capsys.readouterr().err
+
+
+def test_a_class_whose_name_moves_the_cursor_is_printed_as_an_escape(tmp_path: Path, capsys) -> None:
+    picture(tmp_path / "in" / "\x1b[2Jx" / "a.png")
+    picture(tmp_path / "in" / "y\u202e" / "\x1b[31m.txt" / "a.png")
+    (tmp_path / "in" / "y\u202e" / "\x1b[31m").write_text("no image")
+    assert run("images", tmp_path / "in", tmp_path / "out") == 0
+    told = "".join(capsys.readouterr())
+    assert r"\x1b[2Jx, y\u202e" in told
+    assert all(one.isprintable() for one in told.split("labels 0", 1)[1].replace("\n", ""))
+
+
+def test_a_folder_of_thousands_of_files_takes_little_memory(tmp_path: Path) -> None:
+    """Hard links to a few files: 6,000 names cost what names cost."""
+    picture(tmp_path / "one.png")
+    for index in range(6000):
+        place = tmp_path / "in" / f"class{index % 3}" / f"{index:05d}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.link(tmp_path / "one.png", place)
+    script = (
+        "import resource, sys; from datasets import convert\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        f"flags = ['--resize', '3', '--workers', '2']; few = {str(tmp_path / 'in' / 'class0')!r}\n"
+        "import shutil, os; os.mkdir('few'); shutil.copytree(few, 'few/c', copy_function=os.link)\n"
+        "convert.main(['images', 'few', 'out1', *flags]); first = peak()\n"
+        f"convert.main(['images', {str(tmp_path / 'in')!r}, 'out2', *flags]); print(peak() - first, 'KiB')\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.splitlines()[-1].split()[0]) < 60 << 10

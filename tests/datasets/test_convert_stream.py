@@ -16,11 +16,11 @@ import pytest
 from PIL import Image
 
 from datasets import convert_inputs, convert_stream, convert_tar, convert_work, datum
-from datasets.manifest import damaged, read_manifest
+from datasets.manifest import read_manifest
 from datasets.source import open_source
 from profiler.errors import StallscopeError
 from tests.datasets import golden
-from tests.datasets.converting import pairs, records, run
+from tests.datasets.converting import damaged, pairs, records, run
 
 
 def png(value: int) -> bytes:
@@ -78,7 +78,7 @@ def test_images_as_bytes_as_hugging_face_writes_them_and_as_paths(tmp_path: Path
         in_order = [value for _, value, _ in found(tmp_path / name)] == labels
         assert in_order == (shuffle == "off")
         with open_source(tmp_path / name) as source:
-            assert list(damaged(source)) == []
+            assert damaged(source) == []
     assert not list(tmp_path.glob(".*"))
 
 
@@ -186,7 +186,7 @@ def test_rows_that_cannot_be_used_are_told_by_number(tmp_path: Path, shuffle: st
     assert told is not None
     reasons = sorted(reason.split("in.parquet, ")[1] for reason in told.skipped)
     assert [reason[:30] for reason in reasons] == [
-        "row 1: says that it holds an i",
+        "row 1: no image file",
         "row 2: the image is missing",
         f"row 3: {tmp_path}/gone.png: No such file"[:30],
         "row 4: the label is missing",

@@ -6,7 +6,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from datasets import datum, inspect, open_source
+from datasets import datum, inspect, open_source, verify
 from profiler.errors import UsageError
 from tests.datasets import golden
 from tests.fuzz.seeds import file, picture
@@ -253,3 +253,38 @@ def test_storage_is_told(tmp_path):
     assert storage["page_bytes"] * storage["pages"] == (golden.DB / "mnist_test_lmdb" / "data.mdb").stat().st_size
     with open_source("memory:records=3") as source:
         assert inspect.examine(source)["storage"] is None
+
+
+def test_what_does_not_print_in_a_key_is_shown_as_an_escape_wherever_keys_are_shown(tmp_path, capsys):
+    odd = ["\u202eexe.gpj", "\x1b[2J", "a\nb", "tab\t", "\x7f", "\u2066x"]
+    items = [(key.encode(), raw(i) if i % 2 else b"\xff") for i, key in enumerate(odd)]
+    folder = make(tmp_path / "db", items)
+    assert inspect.main([str(folder), "--html", str(tmp_path / "page.html")]) == 1
+    shown = capsys.readouterr().out
+    assert verify.main([str(folder)]) == 1
+    shown += capsys.readouterr().out
+    shown += (tmp_path / "page.html").read_text()
+    assert not [one for one in shown if not one.isprintable() and one != "\n"]
+    for escaped in (r"\u202eexe.gpj", r"\x1b[2J", r"a\nb"):
+        assert escaped in shown
+    with open_source(folder) as source:
+        first = next(record for record in source.read_many(range(len(source))) if record.value == b"\xff")
+    with pytest.raises(datum.DatumError) as caught:
+        datum.parse(first.value, first)
+    assert all(one.isprintable() or one == "\n" for one in str(caught.value))
+
+
+def test_one_problem_of_many_records_is_told_once(tmp_path, capsys):
+    items = [(b"%04d" % i, b"\x22\x7fshort") for i in range(30)] + [(b"9998", b"\xff"), (b"9999", raw(1))]
+    assert inspect.main([str(make(tmp_path / "db", items))]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("malformed at byte 0") == 1
+    assert "20 records: " in shown
+    assert "0 ('0000'), 1 ('0001')" in shown
+    assert "and 15 more" in shown
+    assert "and 11 more records" in shown
+
+
+def test_a_single_bad_record_is_told_in_full(tmp_path, capsys):
+    inspect.main([str(make(tmp_path / "db", [(b"a", b"\xff"), (b"b", raw(1))]))])
+    assert "record 0 (key 'a') of " in " ".join(capsys.readouterr().out.split())

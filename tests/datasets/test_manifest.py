@@ -77,25 +77,10 @@ def test_open_source_refuses_what_lost_records(database: Path) -> None:
         open_source(database)
 
 
-def test_a_changed_byte_is_found_and_a_healthy_set_is_not_blamed(database: Path) -> None:
-    with open_source(database) as source:
-        assert list(manifest.damaged(source)) == []
-    write(database, [(RECORDS[4][0], b"\x04\x04\x04\x04\x05")])
-    with open_source(database) as source:
-        assert list(manifest.damaged(source)) == [4]
-
-
-def test_checksums_that_do_not_fit_are_refused(database: Path) -> None:
-    place = manifest.checksum_path(database)
-    place.write_bytes(place.read_bytes()[:-4])
-    with open_source(database) as source, pytest.raises(ManifestMismatch, match="19"):
-        list(manifest.damaged(source))
-    place.write_bytes(b"abc")
+def test_checksums_that_are_cut_are_refused(database: Path) -> None:
+    manifest.checksum_path(database).write_bytes(b"abc")
     with pytest.raises(ManifestMismatch, match="cut"):
         manifest.read_checksums(database)
-    manifest.remove_manifest(database)
-    with open_source(database) as source, pytest.raises(ManifestMismatch, match="no such file"):
-        list(manifest.damaged(source))
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"records": 3}', '{"schema": 1, "records": 3}'])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,19 @@ def test_salvage_of_records_without_labels_and_numbers(tmp_path: Path) -> None:
     told = manifest.read_manifest(tmp_path / "out")
     assert told is not None
     assert (told.labels, told.label_range, told.key_order, told.first_key) == ({}, None, "bytes", "a/2")
+
+
+def test_salvage_is_a_command_of_its_own(lmdb_folder: Path, tmp_path: Path, capsys) -> None:
+    change(lmdb_folder, pages(lmdb_folder, 4)[7] * PAGE + 500, b"rot")
+    assert salvage.main([str(lmdb_folder), str(tmp_path / "a")]) == verify.main(
+        [str(lmdb_folder), "--salvage", str(tmp_path / "b")]
+    )
+    with open_source(tmp_path / "a") as one, open_source(tmp_path / "b") as other:
+        assert len(one) == len(other) > 0
+    with pytest.raises(UsageError, match="--force"):
+        salvage.main([str(lmdb_folder), str(tmp_path / "a")])
+    salvage.main([str(lmdb_folder), str(tmp_path / "a"), "--force", "--json"])
+    capsys.readouterr()
+    done = subprocess.run([sys.executable, "-m", "datasets.salvage", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "verify DB --salvage OUT" in " ".join(done.stdout.split())
