@@ -275,7 +275,8 @@ def _tell(progress: Progress, done: int) -> None:
 @contextmanager
 def _new_file(out: Path) -> Iterator[IO[bytes]]:
     """A file under a temporary name beside ``out``, which takes its name when the block ends well."""
-    temporary = out.with_name(f".{out.name}.part-{os.getpid()}")
+    writer.sweep(out)
+    temporary = writer.part_of(out)
     try:
         with open(temporary, "wb") as file:
             yield file

@@ -358,7 +358,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     its temporary, hidden name; the next conversion to the same target removes it.
     """
     sweep(out)
-    temporary = out.with_name(f".{out.name}.part-{_owner()}")
+    temporary = part_of(out)
     try:
         temporary.mkdir()
     except OSError as error:
@@ -369,6 +369,11 @@ def new_folder(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def part_of(out: Path) -> Path:
+    """The temporary name of what this process makes, until it is complete."""
+    return out.with_name(f".{out.name}.part-{_owner()}")
 
 
 def publish(temporary: Path, out: Path) -> None:
@@ -402,10 +407,13 @@ def _owner() -> str:
 
 
 def sweep(out: Path) -> None:
-    """Remove what conversions to the same target left behind when they were killed on this host."""
+    """Remove what conversions and exports to the same target left behind when they were killed on this host."""
     ours = re.compile(re.escape(f".{out.name}.") + r"(part|old)-" + re.escape(socket.gethostname()) + r"-(\d+)")
     for path in list(out.parent.iterdir()):
         match = ours.fullmatch(path.name)
         # What was moved aside is the only copy until the new database is in its place.
         if match and not Path(f"/proc/{match[2]}").exists() and (match[1] == "part" or out.exists()):
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:  # of an export to one file
+                path.unlink(missing_ok=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -254,3 +256,24 @@ def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             export.main(arguments)
     assert "--color is of use with --to npz only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["npz", "images", "parquet"])
+def test_what_a_killed_export_left_is_gone_after_the_next_one(tmp_path: Path, kind: str) -> None:
+    """Twice: the part of a large set may fill a disk, and no later run would have known it for its own."""
+    database = write(tmp_path / "db", {b"%04d" % index: raw((3, 20, 20), index, index) for index in range(100)})
+    script = (
+        "import os, signal, sys; from datasets import export\n"
+        "os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sys.exit(export.main())"
+    )
+    (tmp_path / "target").mkdir()
+    out = tmp_path / "target" / "out"
+    command = [str(database), str(out), "--to", kind]
+    env = {**os.environ, "PYTHONPATH": str(Path(export.__file__).parents[1])}
+    for _ in range(2):
+        died = subprocess.run([sys.executable, "-c", script, *command], env=env, capture_output=True)
+        assert died.returncode == -signal.SIGKILL
+        assert [path.name[:10] for path in out.parent.iterdir()] == [".out.part-"]
+    assert export.main(command) == 0
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
