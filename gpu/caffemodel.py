@@ -1,8 +1,9 @@
-"""Caffe's binary files: weights (.caffemodel) and the telling apart of everything that looks like them.
+"""Caffe's weights (.caffemodel, .caffemodel.h5) and the telling apart of everything that looks like them.
 
 Weights, solver states and mean files are all protocol buffers, so the wrong one half-parses; :func:`sniff` looks at
-which fields are there, not at the file's name. Layers of all three generations (``layer``, the V1 ``layers`` and the V0
-ones nested in them) and both ways of giving a blob its shape are read; what is written is the newest form.
+what is in a file, not at its name. Layers of all three generations (brought up to date by :mod:`gpu.upgrade`, as nets
+are) and both ways of giving a blob its shape are read; what is written is the newest form. :mod:`gpu.hdf5` has the
+other format.
 """
 
 from __future__ import annotations
@@ -10,25 +11,29 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gpu import wire
+from datasets import caffe_pb2
+from gpu import hdf5, wire
+from gpu.upgrade import upgrade
 from gpu.wire import WireError
 from profiler.errors import StallscopeError
 
 MAX_BYTES = 2**31 - 1
 """Other readers of the format stop here."""
 
+# name, layers, input, input_dim (either form), force_backward, state, debug_info, input_shape
+_NET_FIELDS = {(n, wire.BYTES) for n in (1, 2, 3, 4, 6, 8)} | {(n, wire.VARINT) for n in (4, 5, 7)}
 _KINDS = {
     "caffemodel": "weights (caffemodel)",
     "solverstate": "a solver state (solverstate)",
     "blob": "a single blob, such as a mean file (binaryproto)",
-    "hdf5": "an HDF5 file",
+    "hdf5": "an HDF5 file that Caffe did not write, or a damaged one",
     "text": "a text file, such as a prototxt",
     "empty": "an empty file",
     "unknown": "neither weights nor a solver state",
@@ -45,10 +50,11 @@ class StoredBlob:
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A layer of a weights file that has parameters."""
+    """A layer of a weights file that has parameters. ``places``: which parameter of the layer each blob is."""
 
     name: str
     blobs: list[StoredBlob]
+    places: tuple[int, ...]
 
 
 @dataclass
@@ -71,7 +77,7 @@ class CopyReport:
 
 
 def sniff(path: str | os.PathLike[str]) -> str:
-    """What kind of file this is: caffemodel, solverstate, blob, hdf5, text, empty or unknown.
+    """What kind of file this is: caffemodel, solverstate (either format), blob, hdf5, text, empty or unknown.
 
     Raises StallscopeError where it cannot be read.
     """
@@ -82,8 +88,8 @@ def _sniff(data: memoryview) -> str:
     if len(data) == 0:
         return "empty"
     start = bytes(data[:4096])
-    if start.startswith(b"\x89HDF\r\n\x1a\n"):
-        return "hdf5"
+    if hdf5.is_hdf5(start):
+        return hdf5.sniff(data)
     kinds: dict[int, int] = {}
     with contextlib.suppress(WireError):  # a damaged message still shows its kind by its first fields
         for number, kind, _ in wire.fields(data):
@@ -94,26 +100,28 @@ def _sniff(data: memoryview) -> str:
         return "caffemodel"
     if kinds.get(1) == wire.VARINT and (kinds.get(2) == wire.BYTES or kinds.get(3) == wire.BYTES):
         return "solverstate"
-    if kinds.get(5) in (wire.BYTES, wire.FIXED32) or kinds.get(7) == wire.BYTES or kinds.get(8) == wire.BYTES:
+    is_net = wire.BYTES in (kinds.get(1), kinds.get(2))  # a name, a V1 layer; numbers in a blob
+    if not is_net and (kinds.get(5) in (wire.BYTES, wire.FIXED32) or wire.BYTES in (kinds.get(7), kinds.get(8))):
         return "blob"
     if b"\0" not in start and not any(byte < 9 or 13 < byte < 32 for byte in start):
         return "text"
-    if set(kinds.items()) <= {(1, wire.BYTES), (2, wire.BYTES)} and kinds:
+    if is_net and set(kinds.items()) <= _NET_FIELDS:
         return "caffemodel"  # V1 layers, or a net without any
     if kinds == {1: wire.VARINT}:
         return "solverstate"
     return "unknown"
 
 
-def expect(path: str | os.PathLike[str], kind: str, data: memoryview) -> None:
-    """Raise StallscopeError, naming both kinds, unless ``data`` is a file of ``kind``."""
+def expect(path: str | os.PathLike[str], kind: str, data: memoryview) -> bool:
+    """Raise StallscopeError, naming both kinds, unless ``data`` is a file of ``kind``; True where it is HDF5."""
+    is_hdf5 = hdf5.is_hdf5(data[:8])
+    if is_hdf5:
+        hdf5.check(path, data)
     found = _sniff(data)
     if found == kind:
-        return
+        return is_hdf5
     hint = None
-    if found == "hdf5":
-        hint = "HDF5 snapshots are not supported; save with snapshot_format: BINARYPROTO"
-    elif {found, kind} == {"caffemodel", "solverstate"}:
+    if {found, kind} == {"caffemodel", "solverstate"}:
         hint = "the two files of a snapshot are told apart by their endings: weights .caffemodel, state .solverstate"
     raise StallscopeError(f"{path} is not {_KINDS[kind]}", expected=_KINDS[kind], found=_KINDS[found], hint=hint)
 
@@ -136,18 +144,18 @@ def read_layers(path: str | os.PathLike[str]) -> list[StoredLayer]:
     Raises StallscopeError for another kind of file, damaged bytes, and blobs whose shape and contents disagree.
     """
     data = contents(path)
-    expect(path, "caffemodel", data)
-    layers = []
+    if expect(path, "caffemodel", data):
+        return [
+            StoredLayer(name, [StoredBlob(array, legacy=False) for array in blobs.values()], tuple(blobs))
+            for name, blobs in hdf5.read_weights(path, data)
+            if blobs
+        ]
     try:
-        for number, kind, value in wire.fields(data):
-            if kind == wire.BYTES and number in (2, 100):
-                assert isinstance(value, memoryview)
-                layer = _layer(value) if number == 100 else _v1_layer(value)
-                if layer.blobs:
-                    layers.append(layer)
+        return _read_net(data)
     except WireError as error:
         raise WireError(f"{path}: {error.what}", expected=error.expected, found=error.found, hint=error.hint) from error
-    return layers
+    except ValueError as error:
+        raise StallscopeError(f"{path}: {error}") from error
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, list[np.ndarray]]:
@@ -155,29 +163,45 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, list[np.ndarray]]:
     return {layer.name: [blob.array for blob in layer.blobs] for layer in read_layers(path)}
 
 
-def _layer(message: memoryview) -> StoredLayer:
-    return _layer_by_fields(message, name_field=1, blobs_field=7)
+def _read_net(data: memoryview) -> list[StoredLayer]:
+    """The layers of a net message, upgraded as those of a prototxt are."""
+    net = caffe_pb2.NetParameter()
+    stored: list[memoryview] = []
+    for number, value in _messages(data):
+        if number == 100:
+            _outline(value, net.layer.add(), stored, name_field=1, blobs_field=7)
+        elif number == 2:
+            old = net.layers.add()
+            nested = [part for inner, part in _messages(value) if inner == 1]
+            for part in nested:  # V0: the whole layer is one deeper
+                old.layer.SetInParent()
+                _outline(part, old.layer, stored, name_field=1, blobs_field=50)
+            if not nested:
+                _outline(value, old, stored, name_field=4, blobs_field=6)
+    upgrade(net, weights=True)
+    layers = []
+    for layer in net.layer:
+        blobs = [read_blob(stored[b.num], f"blob {i} of layer {layer.name!r}") for i, b in enumerate(layer.blobs)]
+        if blobs:
+            layers.append(StoredLayer(layer.name, blobs, tuple(range(len(blobs)))))
+    return layers
 
 
-def _v1_layer(message: memoryview) -> StoredLayer:
-    for number, kind, value in wire.fields(message):
-        if number == 1 and kind == wire.BYTES:  # V0: the whole layer is nested one deeper
-            assert isinstance(value, memoryview)
-            return _layer_by_fields(value, name_field=1, blobs_field=50)
-    return _layer_by_fields(message, name_field=4, blobs_field=6)
-
-
-def _layer_by_fields(message: memoryview, *, name_field: int, blobs_field: int) -> StoredLayer:
-    name, blobs = "", []
-    for number, kind, value in wire.fields(message):
-        if kind != wire.BYTES:
-            continue
-        assert isinstance(value, memoryview)
+def _outline(message: memoryview, layer: Any, stored: list[memoryview], *, name_field: int, blobs_field: int) -> None:
+    """Give ``layer`` the name in ``message``, and for each of its blobs one that only holds its place in ``stored``."""
+    for number, value in _messages(message):
         if number == name_field:
-            name = bytes(value).decode("utf-8", "replace")
+            layer.name = bytes(value).decode("utf-8", "replace")
         elif number == blobs_field:
-            blobs.append(value)
-    return StoredLayer(name, [read_blob(blob, f"blob {i} of layer {name!r}") for i, blob in enumerate(blobs)])
+            layer.blobs.add(num=len(stored))
+            stored.append(value)
+
+
+def _messages(data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """The fields of a message that hold bytes: texts, messages, packed numbers."""
+    for number, kind, value in wire.fields(data):
+        if kind == wire.BYTES and isinstance(value, memoryview):
+            yield number, value
 
 
 def read_blob(message: memoryview, where: str) -> StoredBlob:
@@ -228,10 +252,13 @@ def copy_weights(
             continue
         targets = net.params[layer.name]
         report.copied.append(layer.name)
-        if len(targets) != len(layer.blobs):
+        # HDF5 files hold a shared parameter once, with the layer that owns it.
+        absent = set(range(len(targets))) - set(layer.places)
+        if not set(layer.places) <= set(range(len(targets))) or not absent <= _borrowed(net, layer.name):
             problems.append(f"{layer.name}: {len(targets)} blobs in the net, {len(layer.blobs)} in the file")
             continue
-        for index, (target, blob) in enumerate(zip(targets, layer.blobs, strict=True)):
+        for index, blob in zip(layer.places, layer.blobs, strict=True):
+            target = targets[index]
             want, have = tuple(target.shape), blob.array.shape
             if want == have or (blob.legacy and have == (1,) * (4 - len(want)) + want):
                 todo.append((target, blob.array.reshape(want)))
@@ -242,14 +269,19 @@ def copy_weights(
                     problems.append(f"{layer.name}.{index}: {want} in the net, {have} in the file (same size)")
             else:
                 problems.append(f"{layer.name}.{index}: {want} in the net, {have} in the file (another size)")
-    report.at_init = [name for name, blobs in net.params.items() if blobs and name not in set(report.copied)]
+    here = set(report.copied)
+    report.at_init = [
+        name
+        for name, blobs in net.params.items()
+        if name not in here and not set(range(len(blobs))) <= _borrowed(net, name)
+    ]
     if complete:
         problems += [f"{name}: not in the file" for name in report.at_init]
     if problems:
         same_size = all(problem.endswith("(same size)") for problem in problems)
         raise StallscopeError(
             f"{path} does not fit the net in {len(problems)} place(s):\n    " + "\n    ".join(problems),
-            hint="--reshape copies blobs of the same size in another shape"
+            hint="--reshape (reshape=True) copies blobs of the same size in another shape"
             if same_size
             else "give a layer that is meant to start anew another name in the prototxt",
         )
@@ -264,23 +296,53 @@ def copy_weights(
     return report
 
 
-def write_layers(path: str | os.PathLike[str], name: str, layers: Iterable[tuple[Any, list[np.ndarray]]]) -> None:
+def _borrowed(net: Any, layer: str) -> set[int]:
+    """Which parameters of a layer belong to an earlier one that shares them with it."""
+    owned = {param.name for param in getattr(net, "learnable", ())}
+    return {i for i in range(len(net.params[layer])) if owned and f"{layer}.{i}" not in owned}
+
+
+def write_layers(
+    path: str | os.PathLike[str],
+    name: str,
+    layers: Iterable[tuple[Any, Sequence[np.ndarray]]],
+    diffs: Mapping[str, Sequence[np.ndarray]] | None = None,
+) -> None:
     """Write a weights file atomically: ``layers`` are ``(caffe.LayerParameter without blobs, [array, …])`` in order.
 
-    Raises StallscopeError where the disk is full or the folder is not writable; an older file then stays as it was.
+    ``diffs``: gradients of each layer's blobs by its name, stored beside them where given. Raises StallscopeError where
+    the disk is full or the folder is not writable; an older file then stays as it was.
     """
     encoded = name.encode()
     pieces: list[bytes | memoryview] = [wire.header(1, len(encoded)), encoded]
     for layer, arrays in layers:
         body: list[bytes | memoryview] = [layer.SerializeToString()]
-        for array in arrays:
-            body += wire.message_pieces(7, wire.blob_pieces(array))
+        beside = diffs[layer.name] if diffs is not None else [None] * len(arrays)
+        for array, diff in zip(arrays, beside, strict=True):
+            body += wire.message_pieces(7, wire.blob_pieces(array, diff))
         pieces += wire.message_pieces(100, body)
     if (size := sum(len(piece) for piece in pieces)) > MAX_BYTES:
         raise StallscopeError(
-            f"{path} would be larger than a protocol buffer may be", expected=f"<= {MAX_BYTES} bytes", found=size
+            f"{path} would be larger than a protocol buffer may be",
+            expected=f"<= {MAX_BYTES} bytes",
+            found=size,
+            hint="snapshot_format: HDF5 has no such limit",
         )
     write_atomically(path, pieces)
+
+
+def save(net: Any, path: str | os.PathLike[str], *, diff: bool = False) -> None:
+    """Write the weights of a net, with gradients where ``diff``; as HDF5 where the name ends in ``.h5``."""
+    if os.fspath(path).endswith(".h5"):
+        contents = []
+        for layer in net.layers:
+            borrowed = _borrowed(net, layer.name) if layer.blobs else set()
+            data = {i: blob.data for i, blob in enumerate(layer.blobs) if i not in borrowed}
+            contents.append((layer.name, data, [blob.diff for blob in layer.blobs] if diff else None))
+        write_atomically(path, [hdf5.weights_image(contents)])
+        return
+    diffs = {layer.name: [blob.diff for blob in layer.blobs] for layer in net.layers} if diff else None
+    write_layers(path, net.name, [(layer.spec, [blob.data for blob in layer.blobs]) for layer in net.layers], diffs)
 
 
 def write_atomically(path: str | os.PathLike[str], pieces: Iterable[bytes | memoryview]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpu import wire
+from gpu import hdf5, wire
 from gpu.caffemodel import contents, expect, read_blob, write_atomically
 from gpu.wire import WireError
 from profiler.errors import StallscopeError
@@ -25,12 +25,14 @@ class SolverState:
 
 
 def read_state(path: str | os.PathLike[str]) -> SolverState:
-    """Read a .solverstate. Raises StallscopeError for another kind of file and for damaged bytes."""
+    """Read a .solverstate, of either format. Raises StallscopeError for another kind of file and for damaged bytes."""
     data = contents(path)
-    expect(path, "solverstate", data)
+    if expect(path, "solverstate", data):
+        count, learned_net, current_step, history = hdf5.read_state(path, data)
+        return SolverState(count, learned_net, history, current_step)
     iteration = current_step = 0
     learned_net = ""
-    history: list[np.ndarray] = []
+    history = []
     try:
         for number, kind, value in wire.fields(data):
             if number == 1 and isinstance(value, int):
@@ -47,7 +49,14 @@ def read_state(path: str | os.PathLike[str]) -> SolverState:
 
 
 def write_state(path: str | os.PathLike[str], state: SolverState) -> None:
-    """Write a .solverstate that Caffe can read, atomically. Raises StallscopeError where that is not possible."""
+    """Write a state that Caffe can read, atomically: as HDF5 where the name ends in ``.h5``, which Caffe goes by.
+
+    Raises StallscopeError where that is not possible.
+    """
+    if os.fspath(path).endswith(".h5"):
+        image = hdf5.state_image(state.iteration, state.learned_net, state.current_step, state.history)
+        write_atomically(path, [image])
+        return
     learned_net = state.learned_net.encode("utf-8", "surrogateescape")
     pieces: list[bytes | memoryview] = [wire.varint(1 << 3) + wire.varint(state.iteration)]
     pieces += [wire.header(2, len(learned_net)), learned_net]
@@ -66,7 +75,8 @@ def find_weights(state_path: str | os.PathLike[str], state: SolverState) -> Path
     state_path = Path(state_path)
     stored = Path(state.learned_net) if state.learned_net else None
     candidates = [state_path.parent / stored.name] if stored else []
-    candidates += [state_path.with_suffix(".caffemodel")]
+    plain, ending = state_path.name.removesuffix(".h5"), ".h5" if state_path.name.endswith(".h5") else ""
+    candidates += [state_path.with_name(Path(plain).with_suffix(".caffemodel").name + ending)]
     if stored and stored.parent != Path():  # a bare name means a neighbour, not whatever lies in the working directory
         candidates.append(stored)
     for candidate in candidates:

@@ -1,4 +1,6 @@
-"""Older net formats brought to the current one (``layers`` with enum types to ``layer`` with type names).
+"""Older net formats brought to the current one: the one way in for prototxts and for weights files.
+
+V0 (:mod:`gpu.upgrade_v0`) becomes V1, V1 (``layers`` with enum types) becomes ``layer`` with type names.
 
 Facts about the V1 format follow BVLC Caffe 1.0's message definitions and what its upgrade tool makes of them.
 """
@@ -6,6 +8,8 @@ Facts about the V1 format follow BVLC Caffe 1.0's message definitions and what i
 from __future__ import annotations
 
 from typing import Any
+
+from gpu.upgrade_v0 import is_v0, upgrade_v0
 
 # Enum names that are not the type name in capitals with underscores.
 _IRREGULAR = {
@@ -27,19 +31,22 @@ _DATA_PARAMS = ("data_param", "image_data_param", "window_data_param")
 _BATCH_NORM_BLOBS = 3
 
 
-def upgrade(net: Any) -> None:
+def upgrade(net: Any, *, weights: bool = False) -> None:
     """Bring a ``NetParameter`` to the current format, in place.
 
-    Raises ValueError, with a readable message, for V0 nets, for nets that mix old and new layers, and for an old layer
-    without a type.
+    ``weights``: the net comes from a weights file and only names and blobs count, so a type that is not known here
+    does not matter. Raises ValueError, with a readable message, for nets that mix old and new layers, and for an old
+    layer without a type.
     """
     if net.layers:
         if net.layer:
-            raise ValueError("holds both 'layers' (V1) and 'layer' (current format); a net must keep to one of them")
-        if any(old.HasField("layer") for old in net.layers):
-            raise ValueError("is in the V0 format (a 'layer' inside each 'layers'), which is not supported")
+            raise ValueError(
+                "holds both 'layers' (V0, V1) and 'layer' (current format); a net must keep to one of them"
+            )
+        if is_v0(net):
+            upgrade_v0(net, weights=weights)
         for old in net.layers:
-            _upgrade_layer(old, net.layer.add())
+            _upgrade_layer(old, net.layer.add(), weights)
         del net.layers[:]
     for layer in net.layer:
         _move_transform(layer)
@@ -47,7 +54,8 @@ def upgrade(net: Any) -> None:
             # Old texts name the three statistics as parameters; they are never learned.
             for spec in layer.param:
                 spec.lr_mult = spec.decay_mult = 0
-    _upgrade_inputs(net)
+    if not weights:
+        _upgrade_inputs(net)
 
 
 def _type_name(old: Any) -> str:
@@ -58,8 +66,9 @@ def _type_name(old: Any) -> str:
     return _IRREGULAR.get(name) or "".join(word.capitalize() for word in name.split("_"))
 
 
-def _upgrade_layer(old: Any, new: Any) -> None:
-    new.type = _type_name(old)
+def _upgrade_layer(old: Any, new: Any, weights: bool) -> None:
+    if old.type or not weights:
+        new.type = _type_name(old)
     done = {"type", "param", "blob_share_mode", "blobs_lr", "weight_decay", "layer"}
     for field, value in old.ListFields():
         if field.name in done:

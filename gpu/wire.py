@@ -98,14 +98,15 @@ def header(number: int, size: int) -> bytes:
     return varint(number << 3 | BYTES) + varint(size)
 
 
-def blob_pieces(array: np.ndarray) -> list[bytes | memoryview]:
-    """The pieces of a ``BlobProto`` (``data`` packed float32, ``shape``); the numbers are not copied."""
-    floats = np.ascontiguousarray(array, dtype="<f4")
+def blob_pieces(array: np.ndarray, diff: np.ndarray | None = None) -> list[bytes | memoryview]:
+    """The pieces of a ``BlobProto`` (``data`` and ``diff`` packed float32, ``shape``); the numbers are not copied."""
     dims = b"".join(varint(size) for size in array.shape)
     shape = header(1, len(dims)) + dims if dims else b""
     pieces: list[bytes | memoryview] = []
-    if floats.nbytes:
-        pieces += [header(5, floats.nbytes), floats.reshape(-1).view(np.uint8).data]
+    for number, numbers in ((5, array), (6, diff)):
+        if numbers is not None and numbers.size:
+            floats = np.ascontiguousarray(numbers, dtype="<f4")
+            pieces += [header(number, floats.nbytes), floats.reshape(-1).view(np.uint8).data]
     pieces += [header(7, len(shape)), shape]
     return pieces
 

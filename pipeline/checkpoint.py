@@ -1,8 +1,9 @@
 """Snapshots: weights, solver state and a sidecar that says where in the stream of data they belong.
 
-``snapshots/iter_N.{caffemodel,solverstate,json}``, N being the number of updates done. All three are written into a
-temporary folder beside them, synced and renamed, the sidecar last: a snapshot without its sidecar does not exist, and
-one whose files do not have the sizes and hashes of the sidecar is not used.
+``snapshots/iter_N.{caffemodel,solverstate,json}`` (the first two end in ``.h5`` if the solver says HDF5), N being the
+number of updates done. All three are written into a temporary folder beside them, synced and renamed, the sidecar
+last: a snapshot without its sidecar does not exist, and one whose files do not have the sizes and hashes of the sidecar
+is not used.
 """
 
 from __future__ import annotations
@@ -22,24 +23,33 @@ from profiler.errors import StallscopeError, UsageError
 
 SCHEMA = 1
 _PARTS = (".caffemodel", ".solverstate")
+_FORMATS = ("", ".h5")
 _SIDECAR = re.compile(r"iter_(\d+)\.json")
-_ANY_PART = re.compile(r"iter_(\d+)\.(?:caffemodel|solverstate|json)")
+_ANY_PART = re.compile(r"iter_(\d+)\.(?:(?:caffemodel|solverstate)(?:\.h5)?|json)")
 
 
 class SnapshotWriter(Protocol):
-    """What a solver offers: write ``FOLDER/iter_N.caffemodel`` and ``.solverstate`` and return the two paths."""
+    """What a solver offers: write ``FOLDER/iter_N.caffemodel`` and ``.solverstate``, or both with ``.h5`` behind, and
+    return the two paths."""
 
     def snapshot(self, prefix: Path) -> tuple[Path, Path]: ...
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A complete snapshot. ``sidecar`` is the document in ``iter_N.json``."""
+    """A complete snapshot. ``sidecar`` is the document in ``iter_N.json``, empty for Caffe's files (:func:`bare`)."""
 
     iteration: int
     weights: Path
     state: Path
     sidecar: Mapping[str, Any]
+
+    @property
+    def origin(self) -> int:
+        """The step that got the first batch of the stream: 0, or the iteration of the state of Caffe's before it."""
+        if not self.sidecar:
+            return self.iteration
+        return int(self.sidecar.get("position", {}).get("origin", 0))
 
 
 @dataclass(frozen=True)
@@ -66,11 +76,13 @@ def write(folder: Path, iteration: int, solver: SnapshotWriter, position: Mappin
     try:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
-        made = dict(zip(_PARTS, solver.snapshot(scratch), strict=True))
+        written = solver.snapshot(scratch)
+        ending = ".h5" if written[0].name.endswith(".h5") else ""
+        made = {name + part + ending: path for part, path in zip(_PARTS, written, strict=True)}
         files = {}
-        for suffix, path in made.items():
+        for final, path in made.items():
             _sync(path)
-            files[name + suffix] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            files[final] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         sidecar = {"schema": SCHEMA, "iteration": iteration, **position, "files": files}
         text = scratch / "sidecar"
         text.write_text(dumps(sidecar) + "\n", encoding="utf-8")
@@ -78,8 +90,10 @@ def write(folder: Path, iteration: int, solver: SnapshotWriter, position: Mappin
         # An older snapshot of the same iteration stops existing before its files are replaced.
         (folder / f"{name}.json").unlink(missing_ok=True)
         _sync(folder)
-        for suffix, path in made.items():
-            path.rename(folder / (name + suffix))
+        for final, path in made.items():
+            path.rename(folder / final)
+        for other in {name + part + ending for part in _PARTS for ending in _FORMATS} - set(made):
+            (folder / other).unlink(missing_ok=True)  # of an older snapshot in the other format
         _sync(folder)
         text.rename(folder / f"{name}.json")
         _sync(folder)
@@ -92,9 +106,8 @@ def write(folder: Path, iteration: int, solver: SnapshotWriter, position: Mappin
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return Snapshot(
-        iteration, folder / f"{name}.caffemodel", folder / f"{name}.solverstate", json.loads(dumps(sidecar))
-    )
+    weights, state = (folder / final for final in made)
+    return Snapshot(iteration, weights, state, json.loads(dumps(sidecar)))
 
 
 def latest(folder: Path) -> Found:
@@ -116,12 +129,24 @@ def latest(folder: Path) -> Found:
     return Found(None, ignored, damaged)
 
 
+def bare(state: Path) -> Snapshot:
+    """The snapshot of a solver state and its weights alone: Caffe's, or ours without its sidecar.
+
+    Raises :class:`StallscopeError` for a file that is no solver state, and where its weights are gone.
+    """
+    from gpu.solverstate import find_weights, read_state
+
+    read = read_state(state)
+    return Snapshot(read.iteration, find_weights(state, read), state, {})
+
+
 def _read(folder: Path, iteration: int) -> Snapshot:
     path = folder / f"iter_{iteration}.json"
     try:
         sidecar = json.loads(path.read_text(encoding="utf-8"))
         files = sidecar["files"]
-        wanted = {suffix: files[f"iter_{iteration}{suffix}"] for suffix in _PARTS}
+        ending = next((e for e in _FORMATS if f"iter_{iteration}{_PARTS[0]}{e}" in files), "")
+        wanted = {part + ending: files[f"iter_{iteration}{part}{ending}"] for part in _PARTS}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StallscopeError(f"{path.name} cannot be read ({type(error).__name__}: {error})") from error
     if sidecar.get("schema") != SCHEMA or sidecar.get("iteration") != iteration:
@@ -132,9 +157,8 @@ def _read(folder: Path, iteration: int) -> Snapshot:
             raise StallscopeError(f"{part.name} is missing")
         if part.stat().st_size != entry["bytes"] or _sha256(part) != entry["sha256"]:
             raise StallscopeError(f"{part.name} is not the file that the sidecar describes")
-    return Snapshot(
-        iteration, folder / f"iter_{iteration}.caffemodel", folder / f"iter_{iteration}.solverstate", sidecar
-    )
+    weights, state = (folder / f"iter_{iteration}{part}" for part in wanted)
+    return Snapshot(iteration, weights, state, sidecar)
 
 
 def check_same_stream(snapshot: Snapshot, stream: Mapping[str, Any]) -> None:
@@ -143,6 +167,8 @@ def check_same_stream(snapshot: Snapshot, stream: Mapping[str, Any]) -> None:
     ``stream`` is the flat mapping that the sidecar holds under ``stream``: whatever decides the bytes of a batch.
     Engine, workers, ring depth and database kind are not in it.
     """
+    if not snapshot.sidecar:
+        return  # it has none: the data begin anew
     before = snapshot.sidecar.get("stream", {})
     now = json.loads(dumps(dict(stream)))
     different = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]

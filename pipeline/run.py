@@ -39,12 +39,20 @@ def run(config: Config, *, address: str | None = None) -> int:
         display.say(f"note: {note}")
     if found.snapshot is not None:
         display.say(f"resuming from iteration {found.snapshot.iteration}")
+        if not found.snapshot.sidecar:
+            display.say(f"note: {found.snapshot.state} says nothing of the data: they restart at record 0")
     elif config.run.if_exists == "resume":
         where = f"no snapshot in {folder}" if place.resumed else f"no run in {folder} to resume"
         display.say(f"note: {where}: starting at iteration 0")
     # Before the environment is looked at: the manifest shall say what the numbers were made with.
     pools = blas_threads(config.device.blas_threads)
-    store.write_manifest(folder, {**_manifest(config, folder, found.ignored), "blas": [vars(pool) for pool in pools]})
+    manifest = {**_manifest(config, folder, found.ignored), "blas": [vars(pool) for pool in pools]}
+    try:
+        with runfolder.writing(folder):
+            store.write_manifest(folder, manifest)
+    except StallscopeError:
+        place.undo()
+        raise
     job: Job | None = None
     recorded = config.profile.detail != "off"
     with StopRequest() as stop:
@@ -88,8 +96,11 @@ def _end(folder: Path, outcome: dict[str, Any], job: Job | None, recorded: bool)
     """Say how the run ended, merge its event streams and write its report. Nothing here hides how it ended."""
     if job is not None:
         outcome = {**outcome, "step": job.step, "loss": job.last_loss}
-        store.update_manifest(folder, tests=job.test_results, feed=job.feed_stats)
-    store.update_manifest(folder, outcome=outcome, ended_wall_ns=time.time_ns())
+    figures = {"tests": job.test_results, "feed": job.feed_stats} if job is not None else {}
+    try:
+        store.update_manifest(folder, **figures, outcome=outcome, ended_wall_ns=time.time_ns())
+    except OSError as error:  # what ended the run, perhaps, and not to be shown in its place
+        _log.warning("how the run ended cannot be written into %s: %s", folder, error.strerror or error)
     if not recorded:
         return
     try:
@@ -110,7 +121,8 @@ def _summary(folder: Path, display: Display, job: Job | None, recorded: bool) ->
     )
     files = {"report": folder / "report.html", "figures": folder / "report.json", "run folder": folder}
     if job is not None and not job.config.only_feeds:
-        files["weights"] = folder / "snapshots" / f"iter_{job.step}.caffemodel"
+        weights = folder / "snapshots" / f"iter_{job.step}.caffemodel"
+        files["weights"] = weights if weights.exists() else weights.with_name(weights.name + ".h5")
     display.say("")
     display.files({name: path for name, path in files.items() if path.exists()})
 
