@@ -96,6 +96,9 @@ class DataConfig(_Model):
     transform: TransformConfig = Field(default=TransformConfig(), description="a mapping: crop, mirror, ...")
     on_bad_record: Literal["stop", "skip", "zero"] = _choice("stop", "stop, skip or zero")
     readahead: Literal["auto", "on", "off"] = _choice("auto", "auto (off where records are shuffled), on or off")
+    max_pixels: int | None = _integer(
+        None, 1, 2**31 - 1, "larger image files are refused before they are decoded; left out: 89478485"
+    )
     bad_record_cap: float = _number(0.001, 0, 1, "share of the records that may be bad; above 0, one always may")
 
 
@@ -124,6 +127,9 @@ class RunConfig(_Model):
     seed: int = _integer(0, 0, LARGEST_SEED, "seed of everything that has none of its own")
     checkpoint_every: int = _integer(0, 0, 2**31 - 1, "updates between snapshots, 0 for one at the end only")
     if_exists: Literal["refuse", "replace", "resume"] = _choice("refuse", "refuse, replace or resume")
+    start_from: str | None = _text(
+        None, "path of a .solverstate or .solverstate.h5 of Caffe's: a new run goes on from it, with data at record 0"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _choice("info", "debug, info, warning or error")
 
 

@@ -112,7 +112,7 @@ class CrewEngine:
             stream = stream_of(spec, probed.records)
 
             def batch_of(step: int) -> dict[str, Any]:
-                items = stream.at(step % spec.cycle if spec.cycle else step)
+                items = stream.at(spec.place(step))
                 return {"epoch": int(items.epochs[0]), "records": [int(items.records[0]), int(items.records[-1])]}
 
             self._crew = Crew(self.ring, spec, launcher, workers, recorder, batch_of)

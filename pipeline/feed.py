@@ -105,7 +105,7 @@ class Feed:
     phase: which data set of the configuration.
     start_step, stop_step: first step, and first step that is not made; None: endless.
     recorder: records FEED_WAIT spans in the consumer's thread and notes about workers.
-    cycle: of a TEST feed: step s stands for step s mod cycle.
+    cycle: of a TEST feed: step s stands for step s mod cycle. origin: the step that gets the stream's first batch.
 
     Record 0 is read here to settle the shapes; processes start at the first batch or at ``with``.
     """
@@ -119,11 +119,12 @@ class Feed:
         recorder: Recorder = NULL,
         *,
         cycle: int | None = None,
+        origin: int = 0,
     ) -> None:
         if isinstance(config, FeedSpec):
             self.spec = config
         else:
-            self.spec = feed_spec(config, phase, start_step, stop_step, recorder, cycle)
+            self.spec = feed_spec(config, phase, start_step, stop_step, recorder, cycle, origin)
         self.recorder = recorder
         source = open_data(self.spec)
         try:
@@ -290,6 +291,7 @@ class Feed:
             "next_step": self._next_step, "seed": spec.seed, "shuffle": spec.shuffle, "batch": spec.batch,
             "tail": spec.tail, "phase": spec.phase, "records": self.probe.records,
             "on_bad_record": spec.on_bad_record, "bad_records": sorted(self._tally.known) if self._tally else [],
+            **({"origin": spec.origin} if spec.origin else {}),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -300,11 +302,11 @@ class Feed:
         if self._engine is not None or self._closed:
             raise UsageError("the position of a feed can only be set before it has started")
         mine = self.state_dict()
-        for key in mine:
-            if key not in ("next_step", "bad_records") and state.get(key) != mine[key]:
+        for key in {**mine, "origin": None}:
+            if key not in ("next_step", "bad_records") and state.get(key) != mine.get(key):
                 raise UsageError(
                     f"the saved position belongs to another stream: {key} differs",
-                    expected=mine[key],
+                    expected=mine.get(key),
                     found=state.get(key),
                     hint="resume with the same data set and data.* settings, or start anew",
                 )

@@ -198,7 +198,7 @@ def _first_usable(spec: FeedSpec, source: Source) -> tuple[Record, np.ndarray, A
     for index in range(min(len(source), tried)):
         try:
             record = source.read(index)
-            return record, *decoded(record, spec.transform.color)
+            return record, *decoded(record, spec.transform.color, spec.max_pixels)
         except RECORD_ERRORS as error:
             first = first or error
     assert first is not None
@@ -234,7 +234,7 @@ class BatchMaker:
         Raises :class:`StallscopeError` naming data set, key and record for anything wrong with a record.
         """
         spec, recorder, transform = self.spec, self.recorder, self.transform
-        items = self.stream.at(step % spec.cycle if spec.cycle else step)
+        items = self.stream.at(spec.place(step))
         count, epoch = len(items), int(items.epochs[0])
         if spec.phase == "TEST":
             flags |= Flag.TEST_PHASE
@@ -312,7 +312,7 @@ class BatchMaker:
         """Image and label of what :meth:`_read` gave, checked as far as the record itself is to blame."""
         if isinstance(record, StallscopeError):
             raise record
-        image, label = decoded(record, self.spec.transform.color)
+        image, label = decoded(record, self.spec.transform.color, self.spec.max_pixels)
         if self._fitted is not None:
             self._fitted.to(image.shape, record)
         elif self.transform.function is None:

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import shutil
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from pipeline import checkpoint
 from pipeline.checkpoint import Found
 from pipeline.config import Config
 from profiler import store
-from profiler.errors import UsageError
+from profiler.errors import StallscopeError, UsageError
 from profiler.osread import boot_id
 
 _PROBES = 16  # records read to tell one data set from another
@@ -81,6 +82,9 @@ def _prepare(config: Config) -> Place:
         raise UsageError(f"run.folder: {folder} is a file", expected="a folder, or a path where none exists")
     used = folder.is_dir() and any(folder.iterdir())
     found, aside = Found(None), None
+    state, begin = config.run.start_from, None
+    if state is not None and not (used and config.run.if_exists == "resume"):
+        begin = _start(config, state)  # before anything is moved
     if used:
         _refuse_if_running(folder)
     if used and config.run.if_exists == "refuse":
@@ -109,8 +113,11 @@ def _prepare(config: Config) -> Place:
                 found="; ".join(found.damaged),
                 hint="restore the file from a copy, or start again from iteration 0 with --run.if_exists replace",
             )
+    if found.snapshot is None and state is not None:
+        found = Found(begin or _start(config, state), found.ignored)
+    elif found.snapshot is not None:
         last = config.run.iterations or 0
-        if found.snapshot is not None and found.snapshot.iteration >= last:
+        if found.snapshot.iteration >= last:
             raise UsageError(
                 f"the run in {folder} has done its {found.snapshot.iteration} iterations already",
                 expected=f"run.iterations above {found.snapshot.iteration}",
@@ -120,6 +127,33 @@ def _prepare(config: Config) -> Place:
     for name in _PARTS:
         (folder / name).mkdir(parents=True, exist_ok=True)
     return Place(folder, found, used and aside is None, aside)
+
+
+def _start(config: Config, state: str) -> checkpoint.Snapshot:
+    """What ``run.start_from`` names, if there is something left to do."""
+    if config.only_feeds:
+        raise UsageError("run.start_from: a job without a solver has no use for a solver state")
+    snapshot, last = checkpoint.bare(Path(state).expanduser()), config.run.iterations or 0
+    if snapshot.iteration >= last:
+        raise UsageError(
+            f"run.start_from: {state} has {snapshot.iteration} iterations behind it already",
+            expected=f"run.iterations above {snapshot.iteration}",
+            found=f"run.iterations: {last}",
+            hint=f"--run.iterations {snapshot.iteration + last}",
+        )
+    return snapshot
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A context in which a run folder that cannot be written to ends the job with words: a full disk, most likely."""
+    try:
+        yield
+    except OSError as error:
+        raise StallscopeError(
+            f"cannot write into the run folder {folder}: {error.strerror or error}",
+            hint="free some space, or choose another --run.folder",
+        ) from error
 
 
 def _is_run(folder: Path) -> bool:
@@ -160,9 +194,17 @@ def stream(config: Config, identity: dict[str, Any]) -> dict[str, Any]:
         "shuffle": config.data.order.shuffle,
         "seed": config.order_seed,
         "shards": config.shards,
-        **({"on_bad_record": config.data.on_bad_record} if config.data.on_bad_record != "stop" else {}),
+        **_bad_records(config),
         **{f"transform.{key}": value for key, value in transform.model_dump(mode="json").items()},
     }
+
+
+def _bad_records(config: Config) -> dict[str, Any]:
+    """What decides which records are replaced; nothing where the job stops at the first (and may then allow more)."""
+    data = config.data
+    if data.on_bad_record == "stop":
+        return {}
+    return {"on_bad_record": data.on_bad_record, **({"max_pixels": data.max_pixels} if data.max_pixels else {})}
 
 
 def data_identity(source: Source) -> dict[str, Any]:

@@ -50,10 +50,12 @@ class FeedSpec:
         the other.
     labels: a second source with the same keys, which holds the labels.
     on_bad_record, bad_record_cap: docs/design.md, section 2.1.
+    max_pixels: larger image files are records that cannot be used; None: the limit of :mod:`datasets.image_file`.
     seed, shuffle, tail, batch: the stream (docs/design.md, section 2.1).
     readahead: whether the system reads ahead in an LMDB; None: where records are read in order.
     identity: of the data set as the trainer's process found it: whoever opens it for this feed refuses another.
     cycle: step s stands for step s mod cycle (the test iterations of a TEST feed); None: no cycle.
+    origin: the step whose batch is the first of the stream; before it nothing was read (a state of Caffe's).
     start_step, stop_step: first step, and first step that is not made (None: endless).
     workers: processes that make batches; ``"auto"``: one less than there are CPUs, at least one.
     worker_cpus: CPUs reserved with Ray for each worker.
@@ -77,8 +79,10 @@ class FeedSpec:
     phase: Phase = "TRAIN"
     transform: TransformSpec = TransformSpec()
     cycle: int | None = None
+    origin: int = 0
     on_bad_record: Literal["stop", "skip", "zero"] = "stop"
     bad_record_cap: float = 0.001
+    max_pixels: int | None = None
 
     engine: Literal["ray", "inline"] = "inline"
     workers: int | Literal["auto"] = "auto"
@@ -120,6 +124,10 @@ class FeedSpec:
         """Whether the system should read ahead: a shuffled feed would have it read pages that nobody wants."""
         return self.shuffle == "none" if self.readahead is None else self.readahead
 
+    def place(self, step: int) -> int:
+        """Which batch of the stream a step gets."""
+        return step % self.cycle if self.cycle else step - self.origin
+
     def starting_at(self, step: int) -> FeedSpec:
         """The same feed from another step on."""
         return replace(self, start_step=step)
@@ -132,6 +140,7 @@ def feed_spec(
     stop_step: int | None = None,
     recorder: Recorder | None = None,
     cycle: int | None = None,
+    origin: int = 0,
 ) -> FeedSpec:
     """The feed that a job's configuration asks for.
 
@@ -168,8 +177,10 @@ def feed_spec(
             python=transform.python,
         ),
         cycle=cycle,
+        origin=origin,
         on_bad_record=config.data.on_bad_record,
         bad_record_cap=config.data.bad_record_cap,
+        max_pixels=config.data.max_pixels,
         readahead={"auto": None, "on": True, "off": False}[config.data.readahead],
         engine=feed.engine,
         workers=1 if test else feed.workers,
