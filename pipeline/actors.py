@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from pipeline.process import Process
 from pipeline.ring import RingAddress
 from pipeline.spec import FeedSpec
 from pipeline.worker import open_data, recording, work
+from profiler import osread
 from profiler.errors import StallscopeError
 from profiler.events import Kind, Stage
 from profiler.recorder import Recorder
@@ -32,13 +32,13 @@ _OWNER_RESTARTS = 3
 
 @dataclass(frozen=True)
 class Block:
-    """Records that an owner has read, with when (monotonic ns of this host) and at what cost it did so."""
+    """Records that an owner has read, with when (monotonic ns of this host) it did so and the
+    readings of its thread, by their names in an event."""
 
     records: list[Record]
     t0_ns: int
     t1_ns: int
-    cpu_ns: int
-    inblock: int
+    readings: dict[str, int]
 
 
 class WorkerActor:
@@ -65,16 +65,17 @@ class OwnerActor:
 
     def read_many(self, indices: NDArray[np.int64], tags: dict[str, int]) -> Block:
         """The records of these positions, in this order."""
-        used = resource.getrusage(resource.RUSAGE_THREAD)
-        t0, cpu0 = time.monotonic_ns(), time.thread_time_ns()
+        before = osread.thread_account()
+        t0 = time.monotonic_ns()
         records = self._source.read_many(indices)
-        t1, cpu1 = time.monotonic_ns(), time.thread_time_ns()
-        inblock = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock - used.ru_inblock
+        t1 = time.monotonic_ns()
+        after = osread.thread_account()
+        readings = {name: after[name] - before[name] for name in after.keys() & before.keys()}
         self._recorder.add(
-            Kind.SPAN, Stage.READ, t0, t1, cpu_ns=cpu1 - cpu0, inblock=inblock, items=len(records),
-            nbytes=sum(len(record.value) for record in records), **tags,
+            Kind.SPAN, Stage.READ, t0, t1, items=len(records), nbytes=sum(len(record.value) for record in records),
+            **readings, **tags,
         )  # fmt: skip
-        return Block(records, t0, t1, cpu1 - cpu0, inblock)
+        return Block(records, t0, t1, readings)
 
     def close(self) -> None:
         """Close data set and recording; the actor is ended after that."""
@@ -105,8 +106,7 @@ class RemoteReader:
         nbytes, items = sum(len(record.value) for record in block.records), len(block.records)
         recorder.add(Kind.SPAN, Stage.TRANSFER, called, block.t0_ns, **tags)
         recorder.add(
-            Kind.SPAN, Stage.READ, block.t0_ns, block.t1_ns, cpu_ns=block.cpu_ns, inblock=block.inblock, items=items,
-            nbytes=nbytes, **tags,
+            Kind.SPAN, Stage.READ, block.t0_ns, block.t1_ns, items=items, nbytes=nbytes, **block.readings, **tags,
         )  # fmt: skip
         recorder.add(Kind.SPAN, Stage.TRANSFER, block.t1_ns, came, items=items, nbytes=nbytes, **tags)
         return block.records

@@ -16,7 +16,7 @@ from profiler.services import CAUSE, FEED_CAUSES, Batches, Model
 from profiler.timeline import Timeline
 
 WHERE_TEXT = {
-    "storage": "blocked on storage while reading",
+    "storage": "waiting for storage: pages and reads that were not in memory",
     "read": "reading: look-up and parsing of records",
     "decode": "decoding of images",
     "augment": "augmentation (crop, mirror, own transform)",
@@ -137,11 +137,26 @@ def evidence(
         out["blocks_read"] = int(made.inblock[made.inblock >= 0].sum()) if (made.inblock >= 0).any() else None
         if out["blocks_read"] is None:
             out["blocks_read_reason"] = "the system gave no reading, so read and storage cannot be told apart"
+        out["page_faults"] = int(made.faults[made.faults >= 0].sum()) if (made.faults >= 0).any() else None
+        if where == "storage":
+            out["seen"] = _storage_seen(out["blocks_read"], out["page_faults"])
         if (made.read_cpu_ns >= 0).any():
             out["read_cpu_ms_per_batch"] = float(made.read_cpu_ns[made.read_cpu_ns >= 0].mean()) / 1e6
     if where == "cpu_contention" and len(made):
         out["run_queue_coverage"] = made.coverage.get("runq_ns")
     return out
+
+
+def _storage_seen(blocks: int | None, faults: int | None) -> str:
+    """How the system showed that storage was waited for."""
+    if faults:
+        return f"{faults:,} page faults had to wait for storage" + (f", {blocks:,} blocks were read" if blocks else "")
+    if blocks:
+        return f"{blocks:,} blocks were read by read calls"
+    return (
+        "the reader was blocked, and the system counted no blocks: a network file system, or pages that another "
+        "process had asked for"
+    )
 
 
 def workers_needed(parts: list[Model], timeline: Timeline) -> tuple[int, float]:

@@ -77,7 +77,7 @@ def _lines(events: np.ndarray, origin: int) -> Iterator[str]:
     chunk = 50_000
     for lo in range(0, len(events), chunk):
         for row in events[lo : lo + chunk].tolist():
-            kind, stage, flags, actor, epoch, slot, step, t0, t1, cpu, runq, inblock, items, nbytes = row
+            kind, stage, flags, actor, epoch, slot, step, t0, t1, cpu, runq, inblock, items, nbytes, faults, _ = row
             tid = _DEVICE + stage if stage in (Stage.COPY, Stage.DEVICE) else actor
             name = _NAMES.get(stage, f"stage {stage}")
             args = f'"step":{step},"epoch":{epoch},"slot":{slot},"items":{items},"bytes":{nbytes}'
@@ -86,6 +86,8 @@ def _lines(events: np.ndarray, origin: int) -> Iterator[str]:
                     args += f',"{label}":{value / 1000:.1f}'
             if inblock >= 0:
                 args += f',"blocks_read":{inblock}'
+            if faults > 0:
+                args += f',"major_faults":{faults}'
             if kind == Kind.OPEN:
                 args += ',"open":true'
             category = "test" if flags & Flag.TEST_PHASE else "train"

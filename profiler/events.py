@@ -11,7 +11,8 @@ from enum import IntEnum
 import numpy as np
 
 MISSING = -1
-"""Value of cpu_ns, runq_ns, inblock, step, slot where there is no reading. Reports show it as n/a, never as 0."""
+"""Value of cpu_ns, runq_ns, inblock, major_faults, waits, step, slot where there is no reading. Reports show it as n/a,
+never as 0."""
 
 
 class Kind(IntEnum):
@@ -112,6 +113,12 @@ EVENT = np.dtype(
         ("inblock", "i8"),  # blocks read from storage by the thread (ru_inblock)
         ("items", "i8"),
         ("bytes", "i8"),
+        ("major_faults", "i8"),  # pages that the thread touched and that had to come from storage first (ru_majflt)
+        ("waits", "i8"),  # times the thread gave its CPU up to wait for something (ru_nvcsw)
     ]
 )
-"""One event: 80 bytes. ``actor`` is the number of the process in the run (0 is the trainer)."""
+"""One event: 96 bytes. ``actor`` is the number of the process in the run (0 is the trainer)."""
+
+# 64 bits each: a last column of 32 bits that ends in -1 and its padding would read as the end mark of a stream.
+LATER = ("major_faults", "waits")
+"""Columns that older runs lack: read as MISSING there."""

@@ -50,7 +50,8 @@ class Finding:
 @dataclass(frozen=True)
 class Report:
     """All that is said about one run. Seconds unless the name says otherwise; ``None`` means not measured, and the
-    field beside it (``*_reason``, ``coverage``) says why."""
+    field beside it (``*_reason``, ``coverage``) says why. ``making``: see :func:`profiler.services.making`;
+    ``memory``: see :func:`profiler.memory.split`."""
 
     run: str
     headline: str
@@ -70,6 +71,8 @@ class Report:
     correlation: dict[str, Any]
     overhead: dict[str, Any]
     coverage: dict[str, Any]
+    making: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     faults: dict[str, int] = field(default_factory=dict)
 

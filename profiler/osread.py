@@ -42,11 +42,13 @@ class Sched:
 
 @dataclass(frozen=True)
 class Usage:
-    """``getrusage`` of the calling thread: blocks read from storage (512 B units) and page faults so far."""
+    """``getrusage`` of the calling thread: blocks read from storage (512 B units), page faults (the major ones had to
+    wait for storage) and how often it gave its CPU up to wait, so far."""
 
     inblock: int
     major_faults: int
     minor_faults: int
+    waits: int
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,19 @@ class Smaps:
 
     rss: int
     pss: int
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Resident memory of a process in bytes, by what lies behind it.
+
+    ``anonymous``: its own (heap, stacks); ``file``: pages of mapped files, which are page cache; ``shared``: shared
+    memory and memfds, such as the ring.
+    """
+
+    anonymous: int
+    file: int
+    shared: int
 
 
 class SchedFile:
@@ -144,7 +159,18 @@ def thread_usage() -> Usage | Missing:
         usage = resource.getrusage(resource.RUSAGE_THREAD)
     except (AttributeError, OSError, ValueError) as error:
         return Missing(f"no per-thread getrusage ({error})")
-    return Usage(usage.ru_inblock, usage.ru_majflt, usage.ru_minflt)
+    return Usage(usage.ru_inblock, usage.ru_majflt, usage.ru_minflt, usage.ru_nvcsw)
+
+
+def thread_account() -> dict[str, int]:
+    """What the calling thread has used so far, by the names that events have for it; what cannot be read is absent."""
+    account = {"cpu_ns": time.thread_time_ns()}
+    sched, usage = thread_sched(), thread_usage()
+    if isinstance(sched, Sched):
+        account["runq_ns"] = sched.runq_ns
+    if isinstance(usage, Usage):
+        account |= {"inblock": usage.inblock, "major_faults": usage.major_faults, "waits": usage.waits}
+    return account
 
 
 def pressure(resource_name: str) -> Pressure | Missing:
@@ -229,6 +255,30 @@ def smaps(pid: int | None = None) -> Smaps | Missing:
     if len(sizes) != 2:
         return Missing(f"{path} holds no Rss and Pss")
     return Smaps(sizes["Rss"], sizes["Pss"])
+
+
+def resident(pid: int | None = None) -> Resident | Missing:
+    """Resident memory of a process (the calling one by default) by kind. Walks no pages, so it costs little."""
+    path = Path("/proc") / ("self" if pid is None else str(pid)) / "status"
+    text = _read(path)
+    if isinstance(text, Missing):
+        return text
+    sizes = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition(":")
+        if name in ("RssAnon", "RssFile", "RssShmem"):
+            sizes[name] = int(rest.split()[0]) * 1024
+    if len(sizes) != 3:
+        return Missing(f"{path} does not split resident memory by kind")
+    return Resident(sizes["RssAnon"], sizes["RssFile"], sizes["RssShmem"])
+
+
+def counts_io_delay() -> Missing | None:
+    """None where the kernel counts how long each task is blocked on storage (delay accounting)."""
+    text = _read(Path("/proc/sys/kernel/task_delayacct"))
+    if isinstance(text, Missing):
+        return Missing(f"whether delay accounting is on is not known ({text.reason})")
+    return None if text.strip() == "1" else Missing("delay accounting is off (sysctl kernel.task_delayacct)")
 
 
 def resident_bytes(path: str | os.PathLike[str]) -> int | Missing:

@@ -35,7 +35,7 @@ Level = Literal["off", "step", "layer"]
 
 FLUSH_S = 0.5
 CAPACITY = 16_384
-"""Events a buffer holds (80 bytes each; there are two buffers)."""
+"""Events a buffer holds (96 bytes each; there are two buffers)."""
 MAX_NOTES = 20_000
 """Notes a process may write; further ones are counted as lost."""
 MAX_FINGERPRINTS = 8_192
@@ -45,7 +45,7 @@ CLOSE_S = 2.0
 GC_SHORT_NS = 100_000
 """Garbage collections shorter than this are only summed up in a note at the end."""
 
-_ROW = struct.Struct("=BBHiiiqqqqqqqq")
+_ROW = struct.Struct("=BBHiiiqqqqqqqqqq")
 assert _ROW.size == EVENT.itemsize
 _log = logging.getLogger(__name__)
 _now = time.monotonic_ns
@@ -57,7 +57,8 @@ class Recorder:
 
     Attributes
     ----------
-    detail: "off", "steps" (times only) or "full" (CPU time, run-queue wait and storage reads of the thread as well).
+    detail: "off", "steps" (times only) or "full" (CPU time, run-queue wait, storage reads, page faults and
+        waits of the thread as well).
     fingerprints: "off", "step" or "layer": what :meth:`fingerprint` is wanted for. "off" makes it do nothing.
     lost: events, notes and fingerprints that could not be kept.
     """
@@ -161,14 +162,17 @@ class Recorder:
     def add(
         self, kind: int, stage: int, t0_ns: int, t1_ns: int, *, step: int = -1, epoch: int = -1, slot: int = -1,
         cpu_ns: int = MISSING, runq_ns: int = MISSING, inblock: int = MISSING, items: int = 0, nbytes: int = 0,
-        flags: int = 0, actor: int | None = None,
+        flags: int = 0, actor: int | None = None, major_faults: int = MISSING, waits: int = MISSING,
     ) -> None:  # fmt: skip
         """Record one event whose times (``time.monotonic_ns`` of this host) are known already."""
         if not self._live:
             return
         if actor is None:
             actor = self.actor
-        row = (kind, stage, flags, actor, epoch, slot, step, t0_ns, t1_ns, cpu_ns, runq_ns, inblock, items, nbytes)
+        row = (
+            kind, stage, flags, actor, epoch, slot, step, t0_ns, t1_ns, cpu_ns, runq_ns, inblock, items, nbytes,
+            major_faults, waits,
+        )  # fmt: skip
         while not self._put(row):
             if not self.flush():
                 self.lost += 1
@@ -307,7 +311,9 @@ class Recorder:
         extra = bytearray()
         while self._collections:
             t0, t1, cpu, collected = self._collections.popleft()
-            extra += _ROW.pack(Kind.SPAN, Stage.GC, 0, self.actor, -1, -1, -1, t0, t1, cpu, -1, -1, collected, 0)
+            extra += _ROW.pack(
+                Kind.SPAN, Stage.GC, 0, self.actor, -1, -1, -1, t0, t1, cpu, -1, -1, collected, 0, -1, -1
+            )
         now = _now()
         for span in list(self._open.values()):
             if span.t0_ns:

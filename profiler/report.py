@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from profiler import advice, cli, correlate, findings, store
+from profiler import advice, cli, correlate, findings, memory, store
 from profiler.errors import StallscopeError
 from profiler.events import PARTITION
 from profiler.finding import NO_STALL, Report, StallCause
+from profiler.services import making
 from profiler.stalls import Attribution, attribute
 from profiler.timeline import PART, Timeline, lanes
 from profiler.timeline import build as build_timeline
@@ -156,6 +157,8 @@ def _report(
         correlation=correlate.feed_and_steps(timeline, attribution.models),
         overhead=findings.overhead(run, timeline),
         coverage=_coverage(timeline, attribution),
+        making=making(attribution.made),
+        memory=memory.split(run),
         findings=findings.collect(run, events, timeline, attribution),
         faults=findings.fault_counts(run.notes),
     )
@@ -186,6 +189,7 @@ def _coverage(timeline: Timeline, attribution: Attribution) -> dict[str, Any]:
         "cpu": reading.get("cpu_ns"),
         "run_queue": reading.get("runq_ns"),
         "blocks_read": reading.get("inblock"),
+        "page_faults": reading.get("major_faults"),
         "unattributed": float(timeline.parts_ns[:, PART["unattributed"]].sum()) / wall if wall else None,
         "reason": None if len(known) and known.any() else "no stage inside the feed was recorded",
     }

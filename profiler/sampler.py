@@ -47,7 +47,10 @@ class Sampler:
     twice a second, ``memory_available``, ``cgroup_memory_used``, ``disk_read_bytes``, ``disk_write_bytes`` (bytes; disk
     since boot), ``psi_{cpu,io,memory}_{some,full}`` and ``throttled_share`` (share of the time since the last reading
     in which tasks were held up). Metrics of a process: ``cpu_cores`` (CPU s per s), ``rss``, ``pss`` (bytes),
-    ``threads``. A metric without a reading is absent, and ``problems`` says why.
+    ``threads`` and, twice a second, ``rss_anonymous``, ``rss_file``, ``rss_shared`` (bytes, see
+    :class:`profiler.osread.Resident`) and, where the kernel counts it, ``io_wait`` (s per s, all threads). A metric
+    without a reading is absent, and ``problems`` says why. Watched besides ``pids``: whoever records into the folder on
+    this host.
     """
 
     def __init__(
@@ -68,8 +71,14 @@ class Sampler:
         self._pss_due = 0
         self._slow_due = 0
         self._wanted: set[int] = set()
+        self._writers: dict[str, int] = {}  # event stream -> pid, 0 for none of this host
+        self._boot = osread.boot_id()
+        no_delay = osread.counts_io_delay()
+        self._io_delay = no_delay is None
         self.problems: dict[str, str] = {}
         """Reason for each metric that could not be read."""
+        if no_delay is not None:
+            self.problems["io_wait"] = no_delay.reason
         self.overhead_ns = 0
         """CPU time of the sampling thread so far."""
 
@@ -137,13 +146,15 @@ class Sampler:
         before = time.thread_time_ns()
         now = time.monotonic_ns()
         self._take_cpu(now)
-        if now >= self._slow_due:
+        slow = now >= self._slow_due
+        if slow:
             self._slow_due = now + int(SLOW_EVERY_S * 1e9)
             self._take_host(now)
             try:
                 self._wanted = set(self._pids())
             except Exception as error:  # somebody else's function must not end the sampling
                 self.problems.setdefault("pids", f"{type(error).__name__}: {error}")
+            self._wanted |= self._recording()
         pss = now >= self._pss_due
         if pss:
             self._pss_due = now + int(PSS_EVERY_S * 1e9)
@@ -151,10 +162,28 @@ class Sampler:
             del self._processes[pid]
         for pid in self._wanted:
             try:
-                self._take_process(now, pid, pss)
+                self._take_process(now, pid, slow, pss)
             except psutil.Error:  # gone between listing and reading: its absence is the reading
                 self._processes.pop(pid, None)
         self.overhead_ns += time.thread_time_ns() - before
+
+    def _recording(self) -> set[int]:
+        """Processes of this host that record into the folder: a cluster's workers are no descendants of the trainer."""
+        for path in (self._folder / "events").glob("*.arrows"):
+            if path.stem in self._writers:
+                continue
+            said = streams.identity(path)
+            if said is None:
+                continue  # its first bytes are still to be written
+            pid = int(said["pid"]) if said.get("boot_id") == self._boot else 0
+            try:
+                # A stream that an earlier part of the run left behind: its number may be another process's by now.
+                if pid and psutil.Process(pid).create_time() > int(said["wall_ns"]) / 1e9 + 1:
+                    pid = 0
+            except psutil.Error:
+                pid = 0
+            self._writers[path.stem] = pid
+        return {pid for pid in self._writers.values() if pid}
 
     def _take_cpu(self, now: int) -> None:
         times = psutil.cpu_times()
@@ -196,7 +225,7 @@ class Sampler:
         else:
             self._add_rate(now, HOST, "throttled_share", throttling.throttled_ns, 1e-9)
 
-    def _take_process(self, now: int, pid: int, pss: bool) -> None:
+    def _take_process(self, now: int, pid: int, slow: bool, pss: bool) -> None:
         process = self._processes.get(pid)
         if process is None:
             process = self._processes[pid] = psutil.Process(pid)
@@ -207,6 +236,15 @@ class Sampler:
             self._add_rate(now, pid, "cpu_cores", times.user + times.system, 1.0)
             self._add(now, pid, "rss", process.memory_info().rss)
             self._add(now, pid, "threads", process.num_threads())
+            if slow and self._io_delay:
+                self._add_rate(now, pid, "io_wait", getattr(times, "iowait", 0.0), 1.0)
+        if slow:
+            split = osread.resident(pid)
+            if isinstance(split, osread.Missing):
+                self.problems.setdefault("rss_anonymous", split.reason)
+            else:
+                for kind in ("anonymous", "file", "shared"):
+                    self._add(now, pid, f"rss_{kind}", getattr(split, kind))
         if pss:
             reading = osread.smaps(pid)
             if isinstance(reading, osread.Missing):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,9 @@ _OF_PART = {
     "h2d": "h2d", "sync": "sync", "host": "host", "checkpoint": "checkpoint", "alloc": "alloc", "gc": "trainer_gc",
     "unattributed": "unattributed",
 }  # fmt: skip
+_MAKING = (Stage.READ, Stage.DECODE, Stage.AUGMENT, Stage.COLLATE)
+BLOCK = 512
+"""Bytes of a block as ``ru_inblock`` counts them."""
 _LATE_NS = 1_000_000  # a batch "ready" up to this much after it was taken is a clock reading, not another batch
 _BIG = 1 << 62
 
@@ -46,7 +50,9 @@ class Batches:
     """All training batches found in the record, in order of claim: one entry a batch.
 
     ``service_ns``: float64[m, len(CAUSES)], adds up to ``ready_ns - claim_ns``; ``tail_ns``: worker busy after ready.
-    ``outages``: int64[r, 2], from the loss of a worker to its replacement; ``cpu_share`` of the making.
+    ``inblock``, ``faults``: blocks that reading took from storage, and pages that had to come from there in any stage
+    (-1: no reading). ``outages``: int64[r, 2], from the loss of a worker to its replacement; ``cpu_share`` of the
+    making.
     """
 
     step: np.ndarray
@@ -59,6 +65,7 @@ class Batches:
     inline: np.ndarray
     service_ns: np.ndarray
     inblock: np.ndarray
+    faults: np.ndarray
     read_cpu_ns: np.ndarray
     slot: np.ndarray
     outages: np.ndarray
@@ -132,8 +139,8 @@ def batches(events: np.ndarray, timeline: Timeline) -> Batches:
         empty = np.zeros(0, np.int64)
         none = np.zeros(0, bool)
         return Batches(empty, empty, empty, empty, empty, none, none, none, np.zeros((0, len(CAUSES))), empty, empty,
-                       empty, np.zeros((0, 2), np.int64), None, {})  # fmt: skip
-    step, actor, t0, t1, kind, flags, slot, service, inblock, cpu, whole_cpu = columns
+                       empty, empty, np.zeros((0, 2), np.int64), None, {})  # fmt: skip
+    step, actor, t0, t1, kind, flags, slot, service, inblock, faults, cpu, whole_cpu = columns
     read = (whole_cpu >= 0) & (t1 > t0)
     used = [whole_cpu[read].sum() / (t1 - t0)[read].sum()] if read.any() else []
     ready = _ready(step, actor, t0, t1, events[events["stage"] == Stage.READY])
@@ -148,16 +155,38 @@ def batches(events: np.ndarray, timeline: Timeline) -> Batches:
         own = timeline.nesting.events[inline]
         stage_spans = own[(own["stage"] >= Stage.READ) & (own["stage"] <= Stage.TRANSFER)]
     coverage = (
-        {n: float((stage_spans[n] >= 0).mean()) for n in ("cpu_ns", "runq_ns", "inblock")} if len(stage_spans) else {}
+        {n: float((stage_spans[n] >= 0).mean()) for n in ("cpu_ns", "runq_ns", "inblock", "major_faults")}
+        if len(stage_spans)
+        else {}
     )
     inside = ((flags & Flag.INLINE) > 0) | (actor == 0)
     gone = events[(events["stage"] == Stage.RESTART) & is_span(events)]
     return Batches(
         step[order], actor[order], t0[order], ready[order], np.maximum(t1 - ready, 0)[order],
         (kind == Kind.SPAN)[order], ((flags & Flag.REDO) > 0)[order], inside[order],
-        service[order], inblock[order], cpu[order], slot[order],
+        service[order], inblock[order], faults[order], cpu[order], slot[order],
         np.stack([gone["t0_ns"], gone["t1_ns"]], axis=1), float(used[0]) if len(used) else None, coverage,
     )  # fmt: skip
+
+
+def making(made: Batches) -> dict[str, Any]:
+    """What making a batch took on average, hidden behind the steps or not: waiting for storage apart from the rest.
+
+    ``ms_per_batch``: by cause; ``page_faults``, ``storage_bytes``: of all batches, None without a reading;
+    ``reason``: why waiting for storage could not be told from reading.
+    """
+    if not len(made):
+        return {"batches": 0, "ms_per_batch": {}, "reason": "no stage inside the feed was recorded"}
+    mean = made.service_ns.mean(axis=0) / 1e6
+    names = (*FEED_CAUSES, "cpu_contention", "gc", "unknown")
+    told = made.coverage.get("cpu_ns")
+    return {
+        "batches": len(made),
+        "ms_per_batch": {name: float(mean[CAUSE[name]]) for name in names},
+        "page_faults": int(made.faults[made.faults >= 0].sum()) if (made.faults >= 0).any() else None,
+        "storage_bytes": BLOCK * int(made.inblock[made.inblock >= 0].sum()) if (made.inblock >= 0).any() else None,
+        "reason": None if told else "no CPU times were read, so waiting for storage is part of reading",
+    }
 
 
 def _of_thread(tree: Nesting, use: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -175,6 +204,7 @@ def _of_thread(tree: Nesting, use: np.ndarray) -> tuple[np.ndarray, ...]:
     service = np.zeros((m, len(CAUSES)))
     waited = np.zeros(m, np.int64)
     inblock = np.full(m, -1, np.int64)
+    faults = np.full(m, -1, np.int64)
     cpu = np.full(m, -1, np.int64)
     inside = (number >= 0) & use
     for stage, cause in _OF_STAGE.items():
@@ -183,22 +213,40 @@ def _of_thread(tree: Nesting, use: np.ndarray) -> tuple[np.ndarray, ...]:
         queued = np.clip(tree.own_runq_ns[at], 0, own)  # a missing reading (-1) takes nothing out
         np.add.at(service[:, CAUSE["cpu_contention"]], number[at], queued)
         rest = own - queued
-        if stage == Stage.READ:
-            blocks, busy = events["inblock"][at], tree.own_cpu_ns[at]
-            blocked = np.where((blocks > 0) & (busy >= 0), np.clip(rest - busy, 0, None), 0.0)
+        if stage in _MAKING:
+            blocked = _storage_wait(tree, at, rest, reading=stage == Stage.READ)
             np.add.at(service[:, CAUSE["storage"]], number[at], blocked)
             rest = rest - blocked
-            _add_reading(inblock, number[at], blocks)
-            _add_reading(cpu, number[at], busy)
+            _add_reading(faults, number[at], tree.own_faults[at])
+        if stage == Stage.READ:
+            _add_reading(inblock, number[at], events["inblock"][at])
+            _add_reading(cpu, number[at], tree.own_cpu_ns[at])
         np.add.at(service[:, CAUSE[cause]], number[at], rest)
     for stage in (Stage.SLOT_WAIT, Stage.LEASE_WAIT):  # waiting is no service, wherever the span was opened
         at = np.flatnonzero(inside & (events["stage"] == stage))
         np.add.at(waited, number[at], tree.own_ns[at])
     columns = (
         rows["step"], rows["actor"], rows["t0_ns"] + waited, rows["t1_ns"], rows["kind"], rows["flags"], rows["slot"],
-        service, inblock, cpu, rows["cpu_ns"],
+        service, inblock, faults, cpu, rows["cpu_ns"],
     )  # fmt: skip
     return tuple(column[~tests] for column in columns)
+
+
+def _storage_wait(tree: Nesting, at: np.ndarray, rest: np.ndarray, *, reading: bool) -> np.ndarray:
+    """float64[len(at)], ns: how long the thread was blocked on storage in spans of a stage of the making.
+
+    ``rest`` is their own time less what was spent ready to run; what is neither that nor CPU time, the thread was
+    blocked. While records are read it waits for nothing but storage, whether a mapped page is missing, a read call
+    does not return or a file system counts neither; there must be a sign of waiting, since a hypervisor takes time
+    away too. In other stages (a user's function may sleep) only page faults are: their share of all waits. A missing
+    reading takes nothing out.
+    """
+    events, busy, waits, faults = tree.events[at], tree.own_cpu_ns[at], tree.own_waits[at], tree.own_faults[at]
+    blocked = np.where(busy >= 0, np.clip(rest - busy, 0, None), 0.0)
+    if not reading:
+        return blocked * np.clip(faults / np.maximum(waits, 1), 0, 1) * (waits > 0)
+    told = (tree.own_runq_ns[at] >= 0) & (waits > 0)
+    return np.where((events["inblock"] > 0) | (faults > 0) | told, blocked, 0.0)
 
 
 def _add_reading(total: np.ndarray, where: np.ndarray, values: np.ndarray) -> None:

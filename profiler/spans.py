@@ -34,7 +34,7 @@ class Span:
     """
 
     __slots__ = (
-        "_cpu0", "_inblock0", "_recorder", "_sched", "_sched0", "epoch", "flags", "items", "nbytes", "slot", "stage",
+        "_cpu0", "_recorder", "_sched", "_sched0", "_usage0", "epoch", "flags", "items", "nbytes", "slot", "stage",
         "step", "t0_ns",
     )  # fmt: skip
 
@@ -59,7 +59,7 @@ class Span:
                 self._sched = _local.sched
             except AttributeError:
                 self._sched = _local.sched = SchedFile()
-            self._inblock0 = _rusage(_THREAD).ru_inblock if _THREAD is not None else MISSING
+            self._usage0 = _rusage(_THREAD) if _THREAD is not None else None
             self._sched0 = self._sched.raw()
             self._cpu0 = _cpu()
         recorder._open[id(self)] = self
@@ -74,19 +74,24 @@ class Span:
             return
         t1 = _now()
         recorder = self._recorder
-        cpu = runq = inblock = MISSING
+        cpu = runq = inblock = faults = waits = MISSING
         if recorder._readings:
             cpu = _cpu() - self._cpu0
             text = self._sched.raw()
             if text and self._sched0:
                 # Mostly the thread never left its CPU, the text is the same and needs no parsing.
                 runq = 0 if text == self._sched0 else int(text.split()[1]) - int(self._sched0.split()[1])
-            if _THREAD is not None:
-                inblock = _rusage(_THREAD).ru_inblock - self._inblock0
+            before = self._usage0
+            if _THREAD is not None and before is not None:
+                usage = _rusage(_THREAD)
+                inblock = usage.ru_inblock - before.ru_inblock
+                faults = usage.ru_majflt - before.ru_majflt
+                waits = usage.ru_nvcsw - before.ru_nvcsw
         recorder._open.pop(id(self), None)
         recorder.add(
             Kind.SPAN, self.stage, self.t0_ns, t1, step=self.step, epoch=self.epoch, slot=self.slot, cpu_ns=cpu,
-            runq_ns=runq, inblock=inblock, items=self.items, nbytes=self.nbytes, flags=self.flags,
+            runq_ns=runq, inblock=inblock, items=self.items, nbytes=self.nbytes, flags=self.flags, major_faults=faults,
+            waits=waits,
         )  # fmt: skip
         recorder._overhead_ns += _now() - t1
 
@@ -105,7 +110,7 @@ class Span:
                 cpu, runq = reading.cpu_ns - before.cpu_ns, reading.runq_ns - before.runq_ns
         return (
             Kind.OPEN, self.stage, self.flags, actor, self.epoch, self.slot, self.step, self.t0_ns,
-            max(now, self.t0_ns), cpu, runq, MISSING, self.items, self.nbytes,
+            max(now, self.t0_ns), cpu, runq, MISSING, self.items, self.nbytes, MISSING, MISSING,
         )  # fmt: skip
 
 

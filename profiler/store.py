@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from profiler import files, streams
 from profiler.cli import dumps
 from profiler.errors import StallscopeError
+from profiler.events import LATER, MISSING
 from profiler.osread import boot_id
 
 SCHEMA = 1
@@ -113,6 +114,7 @@ def compact(folder: str | os.PathLike[str]) -> Path | None:
         part, identity, problem, closed = streams.read_stream(path)
         if part is None or problem or not (closed or _is_dead(identity)):
             continue
+        part = _with_later_columns(part)
         done.append(path)
         if path.stem not in processes:  # else an earlier merge was interrupted before it removed this stream
             processes[path.stem] = {**_plain(identity), "closed": closed}
@@ -187,7 +189,8 @@ def _read_compact(events: Path, problems: list[str]) -> tuple[dict[str, dict[str
     try:
         table = pq.read_table(path)
         processes = json.loads((table.schema.metadata or {})[_PROCESSES])
-        table = table.replace_schema_metadata(None).cast(_schema(streams.EVENTS, _OF_EVENTS))
+        wanted = _schema(streams.EVENTS, _OF_EVENTS)
+        table = _with_later_columns(table.replace_schema_metadata(None)).select(wanted.names).cast(wanted)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         problems.append(f"events/{_COMPACT} is unreadable ({error})")
         return {}, None
@@ -209,6 +212,8 @@ def _load_streams(
         except OSError as error:
             problems.append(f"{where}: {error}")
             continue
+        if table is not None and schema == streams.EVENTS:
+            table = _with_later_columns(table)
         if table is not None and table.schema != schema:
             table, problem = None, "other columns than expected, left out"
         if problem:
@@ -240,6 +245,15 @@ def _load_notes(folder: Path, processes: dict[str, dict[str, Any]], problems: li
             except (ValueError, TypeError):
                 problems.append(f"events/{path.name}: line {number} is torn")
     return sorted(notes, key=lambda note: note.get("wall_ns") or 0)
+
+
+def _with_later_columns(table: pa.Table) -> pa.Table:
+    """A table of events with the columns that older versions did not write, as missing readings."""
+    for name in LATER:
+        if name not in table.column_names:
+            kind = streams.EVENTS.field(name).type
+            table = table.append_column(name, pa.repeat(pa.scalar(MISSING, kind), table.num_rows))
+    return table
 
 
 def _schema(schema: pa.Schema, extras: Iterable[str]) -> pa.Schema:

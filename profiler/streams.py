@@ -76,8 +76,14 @@ class StreamFile:
                 os.close(fd)
 
     def _create(self) -> None:
-        self.fd, self.path = files.create(self._folder, self._stem, ".arrows")
-        files.write_all(self.fd, self._schema.serialize().to_pybytes())
+        fd, path = files.create(self._folder, self._stem, ".arrows")
+        try:
+            files.write_all(fd, self._schema.serialize().to_pybytes())
+        except OSError:  # what came after half a schema could never be read
+            os.close(fd)
+            path.unlink()
+            raise
+        self.fd, self.path = fd, path
 
     def _append(self, batch: pa.RecordBatch) -> None:
         if self.fd < 0:
@@ -152,6 +158,18 @@ def read_stream(path: Path) -> tuple[pa.Table | None, dict[str, str], str | None
         table = pa.Table.from_batches(batches, schema=schema)
         copy = table.take(pa.array(np.arange(table.num_rows)))
     return copy, identity, problem, closed
+
+
+def identity(path: Path) -> dict[str, str] | None:
+    """What the writer of a stream said of itself; None where it cannot be read (yet)."""
+    try:
+        with pa.OSFile(str(path)) as source:
+            found = {key.decode(): value.decode() for key, value in (pa.ipc.read_schema(source).metadata or {}).items()}
+        for number in NUMBERS:
+            int(found[number])
+    except (pa.ArrowException, OSError, ValueError, KeyError):
+        return None
+    return found
 
 
 def _first_line(error: BaseException) -> str:

@@ -30,6 +30,12 @@ COLOURS = {
 """Colour of each part, the same in every rendering: the Okabe-Ito palette (safe for the colour-blind) and more."""
 _LEVEL = {"fault": "bold red", "warning": "yellow", "info": "dim"}
 _WIDTH = 60
+_PROCESSES = 4
+"""Processes whose memory is listed one by one."""
+_MAKING = {
+    "storage": "storage wait", "read": "read", "decode": "decode", "augment": "augment", "collate": "collate",
+    "transfer": "transfer", "cpu_contention": "waiting for a CPU", "gc": "gc", "unknown": "other",
+}  # fmt: skip
 
 
 def show(report: Report | None, files: Mapping[str, Path] = {}, remarks: Mapping[str, str] = {}) -> None:
@@ -62,6 +68,9 @@ def _render(console: Console, report: Report) -> None:
         console.print(Padding(Text.assemble(("try  ", "bold green"), (what, "dim"), first.remedy), (0, 0, 0, 2)))
     elif report.steps:
         console.print(Text("No stall."))
+    if made := _making(report):
+        console.print(Text(made, style="dim"))
+    _memory(console, report)
     grave = [finding for finding in report.findings if finding.level != "info"]
     for finding in grave[:6]:
         console.print(Text.assemble((f"{finding.level:8}", _LEVEL[finding.level]), finding.text))
@@ -112,6 +121,38 @@ def _legend(report: Report) -> Text:
             legend.append("■ ", style=COLOURS[name])
             legend.append(f"{name.replace('_', ' ')} {100 * seconds / total:.1f} %  ")
     return legend
+
+
+def _making(report: Report) -> str:
+    """What a batch takes to make, in a line: waiting for storage apart from decoding, also where it is hidden."""
+    making = report.making
+    if not making.get("batches"):
+        return ""
+    parts = [f"{_MAKING[name]} {ms:.2f}" for name, ms in making["ms_per_batch"].items() if ms >= 0.005]
+    seen = [f"{making['page_faults']:,} page faults"] if making["page_faults"] else []
+    seen += [f"{making['storage_bytes'] / 1e6:,.1f} MB from storage"] if making["storage_bytes"] else []
+    more = f" ({', '.join(seen)} in all)" if seen else f" ({making['reason']})" if making["reason"] else ""
+    return f"a batch takes, in ms: {', '.join(parts)}{more}"
+
+
+def _memory(console: Console, report: Report) -> None:
+    """Peak memory of each process by kind; what page cache is, said once."""
+    rows = [row for row in report.memory.get("processes", []) if row["peak"] is not None]
+    if not rows:
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("memory (peak MB)")
+    for column in ("anonymous", "file-backed", "shared"):
+        table.add_column(column, justify="right")
+    shown = [(str(row["name"]), row["peak"]) for row in rows[:_PROCESSES]]
+    if rest := rows[_PROCESSES:]:
+        shown.append((f"{len(rest)} more", {kind: sum(row["peak"][kind] for row in rest) for kind in rest[0]["peak"]}))
+    if others := report.memory["others"]:
+        shown.append((f"{others['count']} others", others["peak"]))
+    for name, peak in shown:
+        table.add_row(name, *(f"{peak[kind] / 1e6:,.0f}" for kind in ("anonymous", "file", "shared")))
+    console.print(table)
+    console.print(Text("file-backed: page cache of mapped files, given back when needed; no leak", style="dim"))
 
 
 def _causes(report: Report) -> Table:

@@ -25,7 +25,8 @@ class Nesting:
     """Spans of one thread in order of time, cut so that they nest.
 
     ``events``: EVENT[n] with t0/t1 clipped to the parent; ``parent``: int64[n], -1 for none; ``own_ns``,
-    ``own_cpu_ns``, ``own_runq_ns``: int64[n], the span's figures less those of its children (MISSING stays -1).
+    ``own_cpu_ns``, ``own_runq_ns``, ``own_faults``, ``own_waits``: int64[n], the span's figures less those of its
+    children (MISSING stays -1).
     """
 
     events: np.ndarray
@@ -33,6 +34,8 @@ class Nesting:
     own_ns: np.ndarray
     own_cpu_ns: np.ndarray
     own_runq_ns: np.ndarray
+    own_faults: np.ndarray
+    own_waits: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,8 @@ def nest(events: np.ndarray, roots: tuple[int, ...] = ()) -> Nesting:
         np.asarray(own, np.int64),
         _own_reading(out["cpu_ns"], parents),
         _own_reading(out["runq_ns"], parents),
+        _own_reading(out["major_faults"], parents),
+        _own_reading(out["waits"], parents),
     )
 
 

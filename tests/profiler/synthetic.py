@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from profiler.events import EVENT, Flag, Kind, Stage
+from profiler.events import EVENT, LATER, Flag, Kind, Stage
 
 MS = 1_000_000
 T0 = 1_000_000 * MS
@@ -69,15 +69,18 @@ class Log:
 
     def add(
         self, kind: int, stage: int, t0: float, t1: float, step: int, *, actor: int = 0, flags: int = 0,
-        slot: int = -1, cpu: float = -1, runq: float = -1, inblock: float = -1, origin: int = T0,
+        slot: int = -1, cpu: float = -1, runq: float = -1, inblock: float = -1, origin: int = T0, faults: int = -1,
+        waits: int = -1,
     ) -> None:  # fmt: skip
         """One event; times and readings in ms, -1 for a missing reading."""
         times = (origin + round(t0 * MS), origin + round(t1 * MS))
         readings = [round(ms * MS) if ms >= 0 else -1 for ms in (cpu, runq)]
-        self.rows.append((kind, stage, flags, actor, 0, slot, step, *times, *readings, int(inblock), 64, 0))
+        counts = (int(inblock), 64, 0, faults, waits)
+        self.rows.append((kind, stage, flags, actor, 0, slot, step, *times, *readings, *counts))
 
     def events(self) -> np.ndarray:
-        return np.array(self.rows, EVENT)
+        missing = (-1,) * len(LATER)
+        return np.array([(*row, *missing)[: len(EVENT)] for row in self.rows], EVENT)
 
 
 def simulate(job: Job) -> Log:

@@ -91,7 +91,7 @@ def test_a_missing_reading_is_not_taken_for_zero() -> None:
     events = simulate(Job(steps=20, read=10, blocked=True, runq=3, readings=False)).events()
     table = timeline.build(events)
     made = batches(events, table)
-    assert made.coverage == {"cpu_ns": 0.0, "runq_ns": 0.0, "inblock": 0.0}
+    assert made.coverage == {"cpu_ns": 0.0, "runq_ns": 0.0, "inblock": 0.0, "major_faults": 0.0}
     assert (made.inblock == -1).all()
     assert made.service_ns[:, CAUSE["storage"]].sum() == 0
     assert made.service_ns[:, CAUSE["cpu_contention"]].sum() == 0
