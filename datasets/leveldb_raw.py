@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets.errors import DatasetCorrupt, SourceError
-from datasets.leveldb_library import codec_missing, error_text, import_plyvel, open_files_limit
+from datasets.leveldb_library import codec_missing, error_text, import_plyvel, open_files_limit, refuse_without_codec
 from datasets.leveldb_tables import BadBlock, bad_blocks, bad_log
 from datasets.leveldb_view import PrivateView
 from datasets.raw import Lost, RawReader, Stored
@@ -33,6 +33,7 @@ class LevelDbReader(RawReader):
         problems: list[SourceError] = []
         view = PrivateView(self.path, self.name, problems)
         try:
+            refuse_without_codec(self.name, [Path(view.path, table) for table in view.ranges])
             yield from (_lost(problem, self.name) for problem in problems)
             # Before LevelDB opens the view: it replays the logs and then deletes them.
             bad = [bad for name in view.files if name.endswith(".log") for bad in bad_log(Path(self.path, name))]

@@ -21,7 +21,7 @@ from datasets.errors import (
     SourceClosed,
     SourceError,
 )
-from datasets.leveldb_library import codec_missing, error_text, import_plyvel, open_files_limit
+from datasets.leveldb_library import codec_missing, error_text, import_plyvel, open_files_limit, refuse_without_codec
 from datasets.leveldb_log import cut_end
 from datasets.leveldb_view import PrivateView
 from datasets.source import Record, Source, show_key
@@ -150,6 +150,7 @@ class LevelDbSource(Source):
                 )
             for log in (name for name in view.files if name.endswith(".log")):
                 self._refuse_cut(Path(view.path, log))
+            refuse_without_codec(self.name, [Path(view.path, table) for table in view.ranges])
             db = plyvel.DB(view.path, create_if_missing=False, paranoid_checks=True, max_open_files=open_files_limit())
             if self._index is None:
                 self._index = self._make_index(db, view)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from datasets.errors import DatasetCorrupt, DatasetTruncated, DatasetWarning, SourceError
 from datasets.leveldb_log import live_files
+from datasets.sniff import restore
 from datasets.writers import lock_holders
 
 _PREFIX = "stallscope-leveldb-"
@@ -90,7 +91,7 @@ class PrivateView:
         if not (folder / manifest).exists():
             raise DatasetCorrupt(
                 f"{name}: CURRENT names {manifest}, which is missing",
-                hint="an interrupted copy, most likely: copy it again, or run plyvel.repair_db on a copy",
+                hint=f"an interrupted copy, most likely. {restore(folder)}",
             )
         self.manifest = manifest
         (view / "CURRENT").write_text(manifest + "\n", encoding="ascii")

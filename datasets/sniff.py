@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from datasets.errors import CurrentMissing, EmptyFolder, EmptyPath, NotADataset, SourceError, SourceMissing
@@ -67,8 +68,7 @@ def _sniff_folder(folder: Path, wanted: str | None) -> str:
             f"{folder} holds tables of a LevelDB but not its file CURRENT",
             expected="a file CURRENT that names the MANIFEST",
             found=", ".join(names[:8]) + (" …" if len(names) > 8 else ""),
-            hint="do not open it with create_if_missing: that deletes the tables. Restore CURRENT, "
-            "or run plyvel.repair_db on a copy",
+            hint="do not open it with create_if_missing: that deletes the tables. " + restore(folder),
         )
     if not names:
         raise EmptyFolder(f"the folder {folder} is empty", expected="data.mdb (LMDB) or CURRENT (LevelDB)")
@@ -80,6 +80,16 @@ def _sniff_folder(folder: Path, wanted: str | None) -> str:
         expected="data.mdb (LMDB) or CURRENT (LevelDB)",
         found=", ".join(names[:8]) + (" …" if len(names) > 8 else ""),
         hint=f"name a folder inside it: {', '.join(inner[:4])}" if inner else _hint_for(names),
+    )
+
+
+def restore(folder: Path) -> str:
+    """What to do about a LevelDB that lacks its CURRENT or its manifest, step by step."""
+    place, copy = shlex.quote(str(folder)), shlex.quote(f"{folder}.copy")
+    return (
+        "Copy what is missing from where the folder came from; where that is gone, repair a copy: "
+        f"cp -r {place} {copy} && python -c 'import plyvel, sys; plyvel.repair_db(sys.argv[1])' {copy}, "
+        f"then python -m datasets.verify {copy} says how many records came back"
     )
 
 

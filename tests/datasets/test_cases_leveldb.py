@@ -147,7 +147,7 @@ def test_a_table_cut_in_place_while_it_is_mapped_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("how", ["missing", "renamed"])
 def test_without_current_nothing_is_opened_and_no_table_is_lost(tmp_path, how):
-    folder, _ = four_thousand(tmp_path / "db")
+    folder, _ = four_thousand(tmp_path / "a db")
     if how == "missing":
         (folder / "CURRENT").unlink()
     else:
@@ -156,8 +156,14 @@ def test_without_current_nothing_is_opened_and_no_table_is_lost(tmp_path, how):
     for backend in (None, "leveldb"):
         with pytest.raises(CurrentMissing) as caught:
             open_source(folder, backend=backend)
-        for part in ("do not open it with create_if_missing", "repair_db on a copy", str(folder)):
+        for part in ("do not open it with create_if_missing", "repair a copy", str(folder)):
             assert part in str(caught.value)
+    # What it says to do can be done as it stands, spaces in the path included.
+    assert caught.value.hint is not None
+    command = caught.value.hint.split("repair a copy: ")[1].split(", then ")[0]
+    subprocess.run(command.replace("python ", f"{sys.executable} ", 1), shell=True, check=True)
+    with open_source(f"{folder}.copy") as source:
+        assert len(source) == 4000
     assert golden.snapshot(folder) == before
 
 
@@ -247,6 +253,58 @@ def test_a_build_without_snappy_is_told_from_corruption(tmp_path, monkeypatch):
         assert part in str(caught.value)
     with pytest.raises(CodecMissing, match="lacks Snappy"):  # nor is it a list of lost records
         list(LevelDbReader(str(folder)).scan())
+
+
+@pytest.mark.parametrize("compression", ["snappy", None])
+def test_a_missing_codec_is_told_at_the_start(tmp_path, monkeypatch, compression):
+    """Case B6 with a stub for a build without Snappy: before any record is read, and only where blocks are compressed.
+
+    Random bytes are stored as they are with either setting, so that no first data block is compressed: the index is.
+    """
+    folder = tmp_path / "db"
+    rows = [(b"%08d" % i, np.random.default_rng(i).bytes(5000)) for i in range(200)]
+    make(folder, rows, write_buffer_size=1 << 18, compression=compression)
+    monkeypatch.setattr(leveldb_library, "has_snappy", lambda: False)
+    opened = []
+    monkeypatch.setattr(plyvel, "DB", lambda *args, real=plyvel.DB, **more: opened.append(args) or real(*args, **more))
+    if compression is None:
+        with open_source(folder) as source:
+            assert source.read(199).value == rows[199][1]
+        return
+    with pytest.raises(CodecMissing) as caught:
+        open_source(folder)
+    for part in ("this build of plyvel lacks Snappy", "the checksum is right", str(folder), "plyvel>=1.5.1", ".ldb"):
+        assert part in str(caught.value)
+    assert "corrupt" not in str(caught.value)
+    with pytest.raises(CodecMissing, match="lacks Snappy"):
+        list(LevelDbReader(str(folder)).scan())
+    assert not opened
+
+
+def test_the_codec_is_tried_once_and_only_for_compressed_blocks(tmp_path, monkeypatch):
+    tried = []
+    monkeypatch.setattr(leveldb_library, "has_snappy", lambda: tried.append(1) or True)
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    for folder, compression in ((plain, None), (packed, "snappy")):
+        make(
+            folder, [(b"%08d" % i, bytes(5000)) for i in range(200)], write_buffer_size=1 << 18, compression=compression
+        )
+    open_source(plain).close()
+    assert not tried
+    open_source(packed).close()
+    assert len(tried) == 1
+
+
+def test_a_probe_that_cannot_be_made_blames_nothing(monkeypatch):
+    """A full temporary folder, say: whoever reads the data finds out."""
+
+    def fail(*_args, **_more):
+        raise plyvel.IOError(b"IO error: No space left on device")
+
+    leveldb_library.has_snappy.cache_clear()
+    monkeypatch.setattr(plyvel, "DB", fail)
+    assert leveldb_library.has_snappy() is True
+    leveldb_library.has_snappy.cache_clear()
 
 
 def test_a_block_of_a_newer_codec_is_named_so(tmp_path):

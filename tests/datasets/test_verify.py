@@ -327,6 +327,10 @@ def test_a_build_without_snappy_is_not_taken_for_damage(tmp_path: Path, records:
 
     monkeypatch.setattr("datasets.leveldb_raw._records", fail)
     monkeypatch.setattr("datasets.leveldb_library.has_snappy", lambda: False)
+    with pytest.raises(CodecMissing, match=r"this build of plyvel lacks Snappy(.|\n)*checksum is right"):
+        examine(folder)
+    # And where the first look saw no such block.
+    monkeypatch.setattr("datasets.leveldb_raw.refuse_without_codec", lambda name, tables: None)
     with pytest.raises(CodecMissing, match=r"is sound, but this build of plyvel lacks Snappy(.|\n)*checksum is right"):
         examine(folder)
 
