@@ -18,7 +18,7 @@ from datasets.datum import DatumError, DatumSizeMismatch
 from datasets.errors import DatasetCorrupt
 from datasets.image_file import ImageDecodeError, ImageModeError
 from datasets.source import show_key
-from pipeline.samples import LabelError
+from pipeline.samples import LabelError, NotFiniteError
 from profiler.errors import StallscopeError
 from profiler.recorder import Recorder
 
@@ -44,11 +44,13 @@ class Reason(IntEnum):
     IMAGE = 3  # its image file cannot be decoded, or has another mode
     SHAPE = 4  # its image does not fit the others, the crop or the mean
     LABEL = 5  # its label is absent or of another kind
+    VALUE = 6  # its floats hold NaN or infinity
 
     @classmethod
     def of(cls, error: BaseException) -> Reason:
         kinds: tuple[tuple[type | tuple[type, ...], Reason], ...] = (
-            (DatasetCorrupt, cls.READ), ((ImageDecodeError, ImageModeError), cls.IMAGE), (DatumSizeMismatch, cls.DATUM),
+            (DatasetCorrupt, cls.READ), (NotFiniteError, cls.VALUE),
+            ((ImageDecodeError, ImageModeError), cls.IMAGE), (DatumSizeMismatch, cls.DATUM),
             (DatumError, cls.DATUM), (LabelError, cls.LABEL),
         )  # fmt: skip
         return next((reason for kind, reason in kinds if isinstance(error, kind)), cls.SHAPE)
@@ -149,6 +151,7 @@ class Tally:
         self.known = {int(record) for record in known}
         self.items_by_epoch: dict[int, int] = {}
         self._listed: list[str] = []
+        self._said: set[int] = set()
         self._noted = -1  # the last epoch whose figures were noted
 
     def take(self, step: int, epoch: int, found: list[BadRecord]) -> None:
@@ -161,11 +164,12 @@ class Tally:
                 self.known.add(bad.record)
                 self._say(step, bad)
         if len(self.known) > self.limit:
-            more = len(self.known) - len(self._listed)
+            before, more = sorted(self.known - self._said), len(self._said) - len(self._listed)
+            listed = self._listed + ([f"{more} more"] if more else [])
             raise TooManyBadRecords(
                 f"{len(self.known)} of the {self.records} records of {self.source} cannot be used, up to step {step}",
                 expected=f"at most {self.limit} (data.bad_record_cap: {self.cap:g})",
-                found="; ".join(self._listed + ([f"{more} more that were known before"] if more > 0 else [])),
+                found="; ".join(listed + ([f"known before: {_numbers(before)}"] if before else [])),
                 hint="python -m datasets.verify lists all of them and can save the sound ones to a new data set",
             )
 
@@ -181,6 +185,7 @@ class Tally:
         }  # fmt: skip
 
     def _say(self, step: int, bad: BadRecord) -> None:
+        self._said.add(bad.record)
         text = f"record {bad.record} (key {bad.key}, {bad.reason})"
         if len(self._listed) < _LISTED:
             self._listed.append(text)
@@ -203,3 +208,10 @@ class Tally:
                     policy=self.policy, phase=self.phase,
                 )  # fmt: skip
         self._noted = before - 1
+
+
+def _numbers(records: list[int]) -> str:
+    """``records 3, 7 and 5 more``."""
+    shown = ", ".join(map(str, records[:_LISTED]))
+    more = f" and {len(records) - _LISTED} more" if len(records) > _LISTED else ""
+    return f"record{'s' if len(records) > 1 else ''} {shown}{more}"

@@ -22,18 +22,24 @@ class LabelError(TransformError):
     """A record has no label, or one that cannot stand in the batch."""
 
 
+class NotFiniteError(DatumError):
+    """The floats of a record hold NaN or infinity: one such value makes every weight it reaches NaN."""
+
+
 RECORD_ERRORS = (DatumError, TransformError, DatasetCorrupt)
 """What a record can be to blame for: ``data.on_bad_record`` speaks of these. (A user's function may raise one of them
 too, and is called where nobody catches it.)"""
 
 
-def decoded(record: Record, color: Color) -> tuple[np.ndarray, Any]:
+def decoded(record: Record, color: Color, max_pixels: int | None = None) -> tuple[np.ndarray, Any]:
     """Image [C, H, W] and label of a record: an int, or float32[K] from float_data.
 
     Raises one of :data:`RECORD_ERRORS` naming the record.
     """
     datum = datums.parse(record.value, record)
-    image = decode.to_image(datum, record, color=color)
+    image = decode.to_image(datum, record, color=color, max_pixels=max_pixels)
+    if image.dtype.kind == "f" and not np.isfinite(image).all():
+        raise _not_finite(record, image)
     if type(record) is PairedRecord:
         return image, paired_label(record)
     if len(datum.data) and datum.float_data is not None:
@@ -81,6 +87,18 @@ def check_label(label: Any, width: int, where: object) -> None:
         raise LabelError(
             f"the label of {where} is of another kind than that of the first record", expected=names[0], found=names[1]
         )
+
+
+def _not_finite(record: Record, image: np.ndarray) -> NotFiniteError:
+    wrong = np.argwhere(~np.isfinite(image))
+    channel, row, column = wrong[0].tolist()
+    return NotFiniteError(
+        f"{record} holds NaN or infinity",
+        expected="finite numbers",
+        found=f"{len(wrong):,} of {image.size:,} values, the first is {image[channel, row, column]} in channel "
+        f"{channel}, row {row}, column {column}",
+        hint="data.on_bad_record: skip or zero goes on without it; python -m datasets.inspect counts such records",
+    )
 
 
 def _absent(record: Record, where: str, expected: str) -> LabelError:

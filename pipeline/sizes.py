@@ -35,7 +35,7 @@ def room(spec: FeedSpec, source: Source, first: Shape) -> int:
     for start in range(0, len(chosen), _CHUNK):
         for record in source.read_many(chosen[start : start + _CHUNK]):
             try:
-                seen = decode.probe(datum.parse(record.value, record), record)
+                seen = decode.probe(datum.parse(record.value, record), record, max_pixels=spec.max_pixels)
             except RECORD_ERRORS:
                 continue  # the batch that needs it says so
             channels = seen.channels

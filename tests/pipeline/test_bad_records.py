@@ -470,4 +470,4 @@ def test_records_known_from_an_earlier_part_are_counted_in_words() -> None:
     tally = Tally("skip", 0.01, 100, "a set", "train", NULL, known=[1, 2, 3])
     with pytest.raises(TooManyBadRecords) as caught:
         tally.take(40, 1, [])
-    assert caught.value.found == "3 more that were known before"
+    assert caught.value.found == "known before: records 1, 2, 3"
