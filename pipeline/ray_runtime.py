@@ -90,13 +90,14 @@ def _connect(address: str | None, num_cpus: int | None) -> None:
                     object_store_memory=OBJECT_STORE_BYTES,
                     **quiet,
                 )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # Ray raises a bare Exception where its servers do not start in time
         what = f"cannot join the Ray cluster at '{address}'" if address else "cannot start Ray on this machine"
         raise FeedError(
-            f"{what}: {error}",
+            f"{what}: {str(error).strip() or type(error).__name__}",
             hint="ray status shows whether the cluster is up"
             if address
-            else "--feed.engine inline needs no Ray; Ray's own logs are in /tmp/ray/session_latest/logs",
+            else "try again when the machine is less busy; --feed.engine inline needs no Ray; "
+            "Ray's own logs are in /tmp/ray/session_latest/logs",
         ) from error
 
 

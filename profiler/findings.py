@@ -14,6 +14,7 @@ from profiler.store import Run
 from profiler.timeline import PART, Timeline
 
 _LOST = "worker_lost"
+_SILENT = "worker_silent"
 _BAD = ("bad_record", "bad_records")
 _QUIET = ("closed", "gc_short", *_BAD)
 _SELF = ("note", "t_ns", "wall_ns", "process", "name", "role", "actor", "pid")
@@ -66,7 +67,7 @@ def outcome(run: Run) -> str:
 def collect(run: Run, events: np.ndarray, timeline: Timeline, attribution: Attribution) -> tuple[Finding, ...]:
     """All findings of a run, the gravest first. ``events``: EVENT[n] of all processes."""
     found = [
-        *_end(run, timeline), *_faults(run, events), *_bad_records(run), *_notes(run),
+        *_end(run, timeline), *_faults(run, events), *_silent(run), *_bad_records(run), *_notes(run),
         *_record(run, timeline, attribution),
     ]  # fmt: skip
     rank = {"fault": 0, "warning": 1, "info": 2}
@@ -119,6 +120,21 @@ def _faults(run: Run, events: np.ndarray) -> list[Finding]:
     return found[:_MANY]
 
 
+def _silent(run: Run) -> list[Finding]:
+    """Workers that hung with nobody waiting for them: told at the end, when they did not end as they were asked to."""
+    found = []
+    for note in run.notes:
+        if note.get("note") != _SILENT:
+            continue
+        step = note.get("step") if isinstance(note.get("step"), int) and note["step"] >= 0 else None
+        silent = f"it had given no sign of life for {note.get('silent_s')} s"
+        text = f"Worker {note.get('worker')} (process {note.get('pid')}) hung: at the end of the run {silent}"
+        text += f" in the batch of step {step}, which nobody was waiting for" if step is not None else ""
+        text += ", and it was killed. Its lane shows what it did last; storage that does not answer is the usual cause."
+        found.append(Finding(_SILENT, "warning", text, step))
+    return found[:_MANY]
+
+
 def _bad_records(run: Run) -> list[Finding]:
     """Records that the feed could not use and went on without, by phase and policy."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -157,7 +173,7 @@ def _notes(run: Run) -> list[Finding]:
     found = []
     for note in run.notes:
         kind = str(note.get("note", ""))
-        if kind == _LOST or kind in _QUIET:
+        if kind in (_LOST, _SILENT) or kind in _QUIET:
             continue
         fields = ", ".join(f"{key} {value}" for key, value in note.items() if key not in _SELF)
         grave = any(word in kind for word in ("error", "lost", "bad", "fail", "timeout"))

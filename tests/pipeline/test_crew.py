@@ -19,6 +19,7 @@ from pipeline.process import Process
 from pipeline.spec import FeedSpec, TransformSpec
 from pipeline.transforms import TransformError
 from pipeline.worker import open_data
+from profiler import report, store
 from profiler.events import Kind, Stage
 from profiler.recorder import NULL, Recorder
 from tests.pipeline.spawned import SpawnLauncher
@@ -204,6 +205,9 @@ def test_a_worker_that_hangs_while_nobody_waits_for_it_is_noted_at_the_close(tmp
     (note,) = (line for line in lines if line["note"] == "worker_silent")
     assert (note["pid"], note["worker"], note["step"]) == (pid, 1, -1)
     assert note["silent_s"] >= 0.4
+    (finding,) = [f for f in report.build(store.load_run(tmp_path)).findings if f.kind == "worker_silent"]
+    assert finding.level == "warning"
+    assert f"Worker 1 (process {pid}) hung: at the end of the run it had given no sign of life for" in finding.text
     assert not Path(f"/proc/{pid}").exists()
 
 
