@@ -116,7 +116,7 @@ _FILLER_FIELDS = {
 }
 _READ_AFTER_WRITING = ("BNLL", "Clip", "ELU", "Log", "Power", "ReLU")
 """Types that Caffe lets write over their input and whose gradient it then takes from the output."""
-_IN_PLACE = "written in place; Caffe takes the gradient from the output, here it is taken from the input"
+IN_PLACE = "written in place; Caffe takes the gradient from the output, here it is taken from the input"
 _MVN_EPS = 1e-3
 
 
@@ -151,7 +151,7 @@ def build_layers(filtered: FilteredNet, context: Context) -> list[Layer]:
             continue
         layers.append(layer)
         if _caffe_reads_what_it_wrote(layer) and filtered.phase == "TRAIN":
-            notes[_IN_PLACE].append(spec.name)
+            notes[IN_PLACE].append(spec.name)
     if errors:
         raise _all(filtered.net.name, errors)
     for note, names in notes.items():

@@ -66,14 +66,42 @@ class FilteredNet:
     excluded: tuple[tuple[str, tuple[str, ...], str], ...]
 
 
+@dataclass(frozen=True)
+class UnknownField:
+    """A field that the text gives at ``line`` and that BVLC Caffe's message ``message`` does not have."""
+
+    line: int
+    name: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.name!r} in {self.message}"
+
+
 def read_message(source: str | Path, message: Any) -> str:
     """Parse a prototxt (a path, or the text itself) into ``message``; returns the name to use in errors.
 
     A string that contains a line break or a brace is taken for text. All unknown fields are reported at once.
     Raises PrototxtError.
     """
+    where, unknown = read_tolerant(source, message)
+    if unknown:
+        raise PrototxtError(
+            f"{where}: {len(unknown)} unknown field{'s' if len(unknown) > 1 else ''}",
+            found="; ".join(str(field) for field in unknown),
+            hint="fields are those of BVLC Caffe 1.0; check the spelling",
+        )
+    return where
+
+
+def read_tolerant(source: str | Path, message: Any) -> tuple[str, list[UnknownField]]:
+    """:func:`read_message` that leaves unknown fields out and returns them beside the name, at most 50.
+
+    After the fiftieth, or where what lies behind one cannot be read either, ``message`` holds the text up to there.
+    Raises PrototxtError where nothing was unknown and the text cannot be read.
+    """
     text, where = _text(source)
-    unknown: list[str] = []
+    unknown: list[UnknownField] = []
     while True:
         message.Clear()
         try:
@@ -81,35 +109,32 @@ def read_message(source: str | Path, message: Any) -> str:
         except text_format.ParseError as error:
             line, column = error.GetLine() or 1, error.GetColumn() or 1
             match = _UNKNOWN.search(str(error))
-            if match is None or len(unknown) >= _MAX_UNKNOWN:
-                if unknown:
-                    break
+            if match is not None and len(unknown) < _MAX_UNKNOWN:
+                kind, field = match.groups()
+                unknown.append(UnknownField(line, field, kind))
+                text = _blank(text, line, column)
+                continue
+            if not unknown:
                 detail = str(error).split(" : ", 1)[-1].replace("caffe.", "")
                 raise PrototxtError(f"{where}, line {line}, column {column}: cannot be read", found=detail) from error
-            kind, field = match.groups()
-            unknown.append(f"line {line}: {field!r} in {kind}")
-            text = _blank(text, line, column)
-            continue
-        break
-    if unknown:
-        count = f"{len(unknown)} unknown field{'s' if len(unknown) > 1 else ''}"
-        raise PrototxtError(
-            f"{where}: {count}", found="; ".join(unknown), hint="fields are those of BVLC Caffe 1.0; check the spelling"
-        )
-    return where
+        return where, unknown
 
 
 def load_net(source: str | Path) -> Any:
     """A ``NetParameter`` in the current format (V1 nets are upgraded). Raises PrototxtError."""
     net = caffe_pb2.NetParameter()
-    where = read_message(source, net)
+    upgrade_net(net, read_message(source, net))
+    return net
+
+
+def upgrade_net(net: Any, where: str) -> None:
+    """Bring a parsed ``NetParameter`` to the current format, in place. Raises PrototxtError, also for an empty one."""
     try:
         upgrade(net)
     except ValueError as error:
         raise PrototxtError(f"{where}: {error}") from error
     if not net.layer:
         raise PrototxtError(f"{where}: the net has no layers", hint="is this a solver or an empty file?")
-    return net
 
 
 def filter_net(net: Any, phase: str, stages: tuple[str, ...] = (), level: int = 0) -> FilteredNet:
