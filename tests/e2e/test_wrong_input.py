@@ -74,7 +74,7 @@ def _check(*arguments: str | Path, cwd: Path, says: list[str]) -> None:
         ([EXAMPLE, f"--net={'x' * 300}"], ["net: xxx", "does not exist"]),
         (
             [EXAMPLE, "--data.train.source=memory:records=64,shape=3x28x28"],
-            ["data.train has 3 channels, data.test has 1: layer 'conv1'"],
+            ["data.train has 3 channels, data.test has 1, and one net reads both", "layer 'conv1'", "force_gray"],
         ),
         (["no_data.yaml"], ["no data layer and the configuration has no data.train.source"]),
     ],
