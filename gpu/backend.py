@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu.threads import set_threads
 from profiler.errors import MissingExtraError, StallscopeError, UsageError
 
 NAMES = ("auto", "numpy", "cupy", "emulated")
@@ -169,7 +170,8 @@ class BlasPool:
 def blas_threads(threads: int) -> list[BlasPool]:
     """Pin every BLAS pool of this process to ``threads`` threads for good, and report the pools.
 
-    The number decides in which order a product is summed, so it belongs to what makes a run repeatable.
+    The number decides in which order a product is summed, so it belongs to what makes a run repeatable. Compiled
+    kernels use as many threads, though their bits do not depend on it.
     Raises UsageError for a number below 1.
     """
     if threads < 1:
@@ -178,6 +180,7 @@ def blas_threads(threads: int) -> list[BlasPool]:
 
     # The object restores the old limits only when it is used as a context manager: dropping it leaves them in force.
     threadpoolctl.threadpool_limits(limits=threads, user_api="blas")
+    set_threads(threads)
     return blas_pools()
 
 

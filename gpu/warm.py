@@ -7,14 +7,16 @@ import numpy as np
 from gpu.backend import Backend
 from profiler import hashing
 
-# One layer for each compiled kernel, on a blob of six by six values.
+# One layer for each compiled kernel, on blobs of six by six values.
 _NET = """
 input: "data" input_shape { dim: 1 dim: 1 dim: 6 dim: 6 } force_backward: true
 layer { name: "conv" type: "Convolution" bottom: "data" top: "conv"
   convolution_param { num_output: 2 kernel_size: 3 pad: 1 } }
 layer { name: "bare" type: "Convolution" bottom: "conv" top: "bare"
   convolution_param { num_output: 2 kernel_size: 3 bias_term: false } }
-layer { name: "max" type: "Pooling" bottom: "bare" top: "max" pooling_param { pool: MAX kernel_size: 2 stride: 2 } }
+layer { name: "deep" type: "Convolution" bottom: "bare" top: "deep"
+  convolution_param { num_output: 2 group: 2 kernel_size: 1 } }
+layer { name: "max" type: "Pooling" bottom: "deep" top: "max" pooling_param { pool: MAX kernel_size: 2 stride: 2 } }
 layer { name: "ave" type: "Pooling" bottom: "max" top: "ave" pooling_param { pool: AVE kernel_size: 2 stride: 2 } }
 """
 _LARGE = 1 << 17  # float32 values: enough for the hashes to take their compiled path
@@ -26,9 +28,10 @@ def warm_up(backend: Backend) -> None:
         return
     from gpu.net import Net
 
-    net = Net(_NET, phase="TRAIN", backend=backend)
-    net.forward()
-    net.backward(ave=np.ones(net.blobs["ave"].shape, np.float32))
+    for images in (1, 2):  # convolution has a way of its own for one image at a time
+        net = Net(_NET, phase="TRAIN", backend=backend, input_shapes={"data": (images, 1, 6, 6)})
+        net.forward()
+        net.backward(ave=np.ones(net.blobs["ave"].shape, np.float32))
     values = np.zeros(_LARGE, np.float32)
     hashing.ordered(values)
     hashing.stats(values)

@@ -41,7 +41,7 @@ class LRN(Layer):
         return [bottoms[0]]
 
     def allocate(self) -> None:
-        self._sums = self.xp.zeros(self._shape, np.float32)
+        self._sums = self.keep("sums", self._shape)
 
     def reads_top(self) -> bool:
         return True
@@ -133,15 +133,21 @@ class BatchNorm(Layer):
         return [shape]
 
     def allocate(self) -> None:
-        self._std = self.xp.ones((self._view[1], 1), np.float32)
-        self._normal = self.xp.zeros(self._view, np.float32)
+        channels = self._view[1]
+        self._std = self.keep("std", (channels, 1))
+        self._std[...] = 1
+        self._normal = self.keep("normal", self._view)
+        self._each = self.keep("each", self._view[:2])  # means of each image
+        self._means = [self.keep(f"mean{i}", (channels,)) for i in range(2)]
 
     def reads_bottom(self) -> bool:
         return False
 
-    def _mean(self, values: Array) -> Array:
-        """Mean over images and positions, [C, 1]."""
-        return values.mean(axis=2).mean(axis=0)[:, None]
+    def _mean(self, values: Array, which: int) -> Array:
+        """Mean over images and positions, [C, 1], in place ``which`` of the two there are."""
+        out = self._means[which]
+        self.xp.mean(self.xp.mean(values, axis=2, out=self._each), axis=0, out=out)
+        return out[:, None]
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
         x, y = bottoms[0].reshape(self._view), tops[0].reshape(self._view)
@@ -155,21 +161,25 @@ class BatchNorm(Layer):
                     found=0,
                     hint="train first, or load weights that hold statistics",
                 )
-            mean, variance = (sums / total)[:, None], (squares / total)[:, None]
+            for value, out in zip((sums, squares), self._means, strict=True):
+                self.xp.divide(value, total, out=out)
+            mean, variance = (out[:, None] for out in self._means)
             self.xp.subtract(x, mean, out=self._normal)
         else:
-            mean = self._mean(x)
+            mean = self._mean(x, 0)
             self.xp.subtract(x, mean, out=self._normal)
             (square,) = self.context.scratch.arrays(self._view)
             self.xp.multiply(self._normal, self._normal, out=square)
-            variance = self._mean(square)
+            variance = self._mean(square, 1)
             m = self._view[0] * self._view[2]
-            for total, value in ((sums, mean), (squares, variance * np.float32(m / (m - 1) if m > 1 else 1))):
+            self.xp.multiply(variance, np.float32(m / (m - 1) if m > 1 else 1), out=self._std)
+            for total, value in ((sums, mean), (squares, self._std)):
                 total *= self._keep
                 total += value[:, 0]
             weight *= self._keep
             weight += np.float32(1)
-        self._std[...] = self.xp.sqrt(variance + self._eps)
+        self.xp.add(variance, self._eps, out=self._std)
+        self.xp.sqrt(self._std, out=self._std)
         self._normal /= self._std
         y[...] = self._normal
 
@@ -189,8 +199,8 @@ class BatchNorm(Layer):
             return
         (part,) = self.context.scratch.arrays(self._view)
         self.xp.multiply(dy, self._normal, out=part)
-        along = self._mean(part)
-        mean = self._mean(dy)
+        along = self._mean(part, 0)
+        mean = self._mean(dy, 1)
         self.xp.multiply(self._normal, along, out=part)
         part += mean
         self.xp.subtract(dy, part, out=dx)

@@ -94,7 +94,7 @@ class Pooling(Layer):
 
     def allocate(self) -> None:
         if self._param.pool == _MAX:
-            self._index = self.xp.zeros((self._top[0] * self._top[1], *self._out), np.int32)
+            self._index = self.keep("index", (self._top[0] * self._top[1], *self._out), np.int32)
         elif not self.context.compiled:
             self._area = self.xp.asarray(self._areas())
 
