@@ -49,6 +49,32 @@ class DatasetChanged(SourceError):
     """The data set was written to while it was being read, or since it was pickled."""
 
 
+class LockRefused(SourceError):
+    """Locking was asked for, and the lock table of the database cannot be used."""
+
+
+class ReadersFull(LockRefused):
+    """Locking was asked for, and all reader slots of the database are taken by live processes."""
+
+
+class EnvUsedAfterFork(SourceError):
+    """What belongs to one process was used in another, forked from it.
+
+    Attributes
+    ----------
+    opened_in, used_in: numbers of the two processes.
+    """
+
+    def __init__(self, name: str, opened_in: int, used_in: int) -> None:
+        super().__init__(
+            f"{name}: a reader slot was used after a fork",
+            expected=f"process {opened_in}, which took it",
+            found=f"process {used_in}",
+            hint="let each process open the data set, or use its source: a source opens what it needs by itself",
+        )
+        self.opened_in, self.used_in = opened_in, used_in
+
+
 class ManifestMismatch(SourceError):
     """The data set is not what the manifest beside it describes."""
 

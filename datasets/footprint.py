@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from datasets.source import Source
 from profiler import osread
@@ -61,25 +59,16 @@ def footprint(source: Source) -> Footprint | None:
 
 
 def _pages(source: Source) -> Pages:
-    from datasets import lmdb_env
+    from datasets import lmdb_pages
+    from datasets.lmdb_file import LmdbFile
+    from datasets.raw import Lost
 
-    opened = lmdb_env.acquire(source.path, source.name)
-    try:
-        env = opened.env
-        main = env.stat()
-        used = _in_use(main)
-        with env.begin() as txn:
-            names = lmdb_env.named(env, txn.cursor(), only=source.db is None)
-        for name in names:
-            handle = env.open_db(name, create=False)
-            with env.begin() as txn:
-                used += _in_use(txn.stat(handle))
-        total = env.info()["last_pgno"] + 1
+    with LmdbFile(source.path, source.name) as file:
+        meta = file.meta()
+        used = meta.main.pages
+        for found in lmdb_pages.databases(lmdb_pages.Pages(file, meta), only=source.db is None):
+            if not isinstance(found, Lost):
+                used += found[1].pages
+        total = meta.last_page + 1
         # Two meta pages; the list of free pages is not told apart from what it lists.
-        return Pages(main["psize"], total, max(0, total - used - 2))
-    finally:
-        lmdb_env.release(source.path, opened)
-
-
-def _in_use(stat: Mapping[str, Any]) -> int:
-    return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"])
+        return Pages(meta.page_size, total, max(0, total - used - 2))

@@ -33,6 +33,11 @@ class DenseKeys:
         """The key of record ``index``, and 0: see :meth:`KeyList.anchor`."""
         return b"%0*d" % (self.width, self.first + index), 0
 
+    def keys(self, indices: Iterable[int]) -> list[bytes]:
+        """The keys of records."""
+        width, first = self.width, self.first
+        return [b"%0*d" % (width, first + index) for index in indices]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyList:

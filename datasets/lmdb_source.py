@@ -1,50 +1,75 @@
-"""Records in an LMDB, read only: no lock file, one long-lived read transaction, addressed by place in key order."""
+"""Records in an LMDB, read only, addressed by place in key order: plain reads of the file, no map and no lock file."""
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Iterable
-from typing import Any
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from os import pread, preadv
+from typing import Any, NoReturn
 
-import lmdb
+import numpy as np
 
-from datasets import key_cache, key_index, lmdb_env
-from datasets.errors import DatasetChanged, DatasetCorrupt, DatasetTruncated, NotADataset, SourceClosed
-from datasets.source import Record, Source, show_key
+from datasets import key_cache, key_index, lmdb_slot, lmdb_walk
+from datasets.errors import (
+    DatasetChanged,
+    DatasetCorrupt,
+    DatasetTruncated,
+    NotADataset,
+    SourceClosed,
+)
+from datasets.lmdb_file import LmdbFile, Meta, Tree, check_order, data_file
+from datasets.lmdb_locate import MOST_CELLS, Located, Locator, Unlocated, cells_of
+from datasets.lmdb_pages import MAX_NAMED, Leaf, Pages, databases, needs_no_more
+from datasets.raw import Lost
+from datasets.source import Record, Source, describe_record, show_key
+from datasets.writers import warn_of_writer
 
 _STRIDE = 8
 """Every 8th key is kept: a look-up steps over at most 7 neighbours, which lie on the same or the next leaf page."""
 _SCAN_LIMIT = 1 << 18
-"""Up to so many records a dense-looking index is proved by a scan of the keys (well under a second)."""
+"""Up to so many records a dense-looking index is proved by a scan of the keys."""
 _KEEP_FROM = 1 << 16
 """From so many records on, the index of other keys is kept on disk (see :mod:`datasets.key_cache`)."""
-_CHECK_EVERY = 32
-"""Records read between two looks at the file's size and its last transaction."""
+_CHECK_EVERY, _CHECK_EVERY_LISTED = 32, 256
+"""Records read between two looks at the file's size and its last transaction: where they are asked for one by one, and
+where they are given in a list."""
+_AT_ONCE = 1 << 20
+_FEW = 8
+"""Up to so many records are located one by one: arrays would cost more."""
+_KEY_PAGES = 1024
+"""Pages with keys that are kept."""
+_TOGETHER, _NEAR = 1 << 19, 1 << 12
+"""Records that lie within so many bytes, and fill half of them (less one page), are read in one go."""
 
 
 class LmdbSource(Source):
-    """An LMDB addressed by position in key order. Values are copied out: no view into the map leaves this class.
+    """An LMDB addressed by position in key order.
 
     Parameters
     ----------
     path: folder that holds ``data.mdb``, or an LMDB in a single file.
     db: named sub-database; None is the main one.
-    readahead: whether the system reads ahead of a page that is missing from memory. On is right for reading in order,
-        off for shuffled reading: it would read pages that nobody wants. All sources of one path in a process share the
-        choice of the first.
+    readahead: whether the system reads ahead of what is asked for. On is right for reading in order, off for shuffled
+        reading: it would read pages that nobody wants.
+    lock: take a reader slot in ``lock.mdb`` (which is made where there is none), so that no writer gives away the pages
+        that are read: one slot for each process and database (:mod:`datasets.lmdb_slot`).
 
-    A file that shrinks while it is read is noticed before every call and every 32 records. What remains: a cut within
-    the microseconds between that look and the reading of a page beyond the new end, which kills the process (SIGBUS).
-    A commit by a writer is noticed before and after every call and every 32 records, so nothing that it may have
-    overwritten is ever handed out.
+    The file is never mapped. One that is cut while it is read gives a short read, and so :class:`DatasetTruncated`,
+    whatever the moment; its size is compared as well before every call and every 256 records. A commit by a writer is
+    noticed before and after every call and every 256 records, so nothing that it may have overwritten is ever handed
+    out. A copy in a forked process goes on reading: a descriptor and numbers are all that it needs.
     """
 
     backend = "lmdb"
 
-    def __init__(self, path: str, db: str | None = None, readahead: bool = True) -> None:
+    def __init__(self, path: str, db: str | None = None, readahead: bool = True, lock: bool = False) -> None:
         self.path = os.path.abspath(path)
         self.db = db
         self.readahead = readahead
+        self.lock = lock
         self._closed = False
         self._index: key_index.KeyIndex | None = None
         self._records = -1
@@ -61,22 +86,63 @@ class LmdbSource(Source):
         index = self._check_index(index)
         assert self._index is not None
         key, steps = self._index.anchor(index)
-        return self._at(index)[0] if steps else key
+        if not steps:
+            return key
+        _, _, starts, sizes = self._places([index])
+        return self._key_at(starts[0], sizes[0], index)
 
     def read(self, index: int) -> Record:
         return self.read_many([index])[0]
 
     def read_many(self, indices: Iterable[int]) -> list[Record]:
         self._live()
-        name = self.name
-        records = []
-        for number, index in enumerate(map(self._check_index, indices)):
-            if number and number % _CHECK_EVERY == 0:
-                self._check_transaction()
-                self._check_size()
-            records.append(Record(index, *self._at(index), name))
+        records: list[Record] = []
+        # What is asked for one by one may take its time: the longer the list, the rarer the look.
+        every = _CHECK_EVERY if isinstance(indices, Iterator) else _CHECK_EVERY_LISTED
+        remaining = iter(indices.tolist() if isinstance(indices, np.ndarray) else indices)
+        while part := list(map(int, islice(remaining, every))):
+            if records:
+                self._check()
+            if min(part) < 0 or max(part) >= self._records:
+                for index in part:
+                    self._check_index(index)
+            self._read_part(part, records)
         self._check_transaction()
         return records
+
+    def locate(self, indices: np.ndarray) -> Located:
+        """Where records lie in the file (:attr:`file`): offsets and lengths of values and of keys, int64.
+
+        Parameters
+        ----------
+        indices: int64, positions of records that exist; one may come several times.
+
+        What lies there is the record's as long as no writer has committed: compare before and after reading. At most 16
+        bytes a record are kept of it, and at most 40 MiB (:mod:`datasets.lmdb_locate`).
+        """
+        if self._locator is None:
+            self._live()
+        assert self._locator is not None
+        try:
+            return self._locator.locate(indices)
+        except Unlocated as failure:
+            self._not_located(int(indices[failure.place]), failure)
+
+    @property
+    def file(self) -> LmdbFile:
+        """The data file, opened in this process."""
+        self._live()
+        assert self._file is not None
+        return self._file
+
+    @property
+    def max_readers(self) -> int | None:
+        """Slots of the lock table as they are, whatever was asked for; None without locking."""
+        if not self.lock:
+            return None
+        self._live()
+        assert self._slot is not None
+        return self._slot.max_readers
 
     def identity(self) -> dict[str, Any]:
         self._live()
@@ -92,17 +158,19 @@ class LmdbSource(Source):
 
     def close(self) -> None:
         self._closed = True
-        opened, pid = self._opened, self._pid
+        file, slot = self._file, self._slot
         self._drop()
-        if opened is not None and pid == os.getpid():
-            lmdb_env.release(self.path, opened)
+        if file is not None:
+            file.close()
+        if slot is not None and slot.opened_in == os.getpid():
+            lmdb_slot.release(slot)
 
     def __del__(self) -> None:
-        if getattr(self, "_opened", None) is not None:
+        if getattr(self, "_file", None) is not None:
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        keep = ("path", "db", "readahead", "_records", "_version")
+        keep = ("path", "db", "readahead", "lock", "_records", "_version")
         # A list of keys stays behind: the copy finds it kept on disk, or makes it.
         index = self._index if isinstance(self._index, key_index.DenseKeys) else None
         return {name: getattr(self, name) for name in keep} | {"_index": index}
@@ -115,24 +183,31 @@ class LmdbSource(Source):
     # ------------------------------------------------------------------------------------------------------------
 
     def _drop(self) -> None:
-        self._opened: lmdb_env.Opened | None = None
-        self._handle: Any = None
-        self._txn: Any = None
-        self._cursor: Any = None
-        self._position = -2  # record at which the cursor stands
-        self._pid = -1
+        self._file: LmdbFile | None = None
+        self._meta: Meta | None = None
+        self._locator: Locator | None = None
+        self._slot: lmdb_slot.ReaderSlot | None = None
+        self._buffer: memoryview | None = None
+        self._key_pages: dict[int, bytes] = {}
 
     def _live(self) -> None:
-        """Make sure that this process has it open and that nobody has written to it or cut it since."""
+        """Make sure that it is open, and that nobody has written to it or cut it since."""
         if self._closed:
             raise SourceClosed(f"{self.name} was closed", hint="open it again with datasets.open_source")
-        if self._pid != os.getpid():
-            # First use, unpickled, or forked: handles of another process must not be used, not even to close them.
+        if self._slot is not None and self._slot.opened_in != os.getpid():
+            assert self._file is not None  # forked: this process takes a slot of its own, and looks at the same file
+            self._file.close()
             self._drop()
+        if self._file is None:
             self._open()
-            return
-        self._check_transaction()
+        else:
+            self._check()
+
+    def _check(self) -> None:
         self._check_size()
+        self._check_transaction()
+        if self._slot is not None:
+            self._slot.check()
 
     def _check_transaction(self) -> None:
         """Raise :class:`DatasetChanged` if a writer has committed since this was opened.
@@ -140,62 +215,77 @@ class LmdbSource(Source):
         Pages of our transaction are overwritten by the second commit after it at the earliest, so what was read before
         a check that passes is sound.
         """
-        assert self._opened is not None
+        assert self._file is not None
         assert self._version is not None
-        last = self._opened.env.info()["last_txnid"]
+        assert self._meta is not None
+        last = self._file.transaction(self._meta.page_size)
+        if last is None:
+            raise self._truncated(self._file.size)
         if last != self._version[0]:
             raise self._changed(f"transaction {last}")
 
     def _check_size(self) -> None:
-        assert self._opened is not None
+        assert self._file is not None
         assert self._version is not None
-        have = self._opened.size  # of the file that is mapped: one that is replaced stays whole as long as we hold it
+        have = self._file.size  # of the file that is open: one that is replaced stays whole as long as we hold it
         if have < self._version[1]:
-            raise DatasetTruncated(
-                f"{self.name} became shorter while it was being read",
-                expected=f"{self._version[1]} bytes",
-                found=f"{have} bytes",
-                hint="something writes to or copies over the file: read a finished copy",
-            )
+            raise self._truncated(have)
 
     def _open(self) -> None:
-        opened = lmdb_env.acquire(self.path, self.name, self.readahead)
+        file = LmdbFile(self.path, self.name)
+        slot = None
         try:
-            needed = lmdb_env.needed_bytes(opened, self.path, self.db, self.name)
-            handle = self._open_db(opened.env)
-            txn = opened.env.begin(db=handle, buffers=False)
-            if handle.flags(txn)["dupsort"]:
-                raise NotADataset(f"{self.name} holds several values per key", expected="one record per key")
-            version = (txn.id(), needed)
+            file.check_header()
+            file.read_ahead(self.readahead)
+            slot, meta = lmdb_slot.hold(file) if self.lock else (None, file.meta())
+            pages = Pages(file, meta)
+            tree = self._tree(pages)
+            check_order(tree, self.name)
+            version = (meta.transaction, self._needed(file, meta, tree))
             if self._version is not None and version[0] != self._version[0]:
                 raise self._changed(f"transaction {version[0]}")
-            records = txn.stat(handle)["entries"]
-            cursor = txn.cursor()
-            if self.db is None:
-                self._refuse_names(opened.env, cursor)
-            if self._index is None:
-                self._index = self._make_index(opened, version[0], cursor, records)
-        except lmdb.Error as error:
-            lmdb_env.release(self.path, opened)
-            raise self._corrupt("cannot be read", error) from error
+            cells: array[int] = array("Q")
+            index = self._index or self._make_index(file, meta, tree, cells)
+            locator = Locator(file, meta, tree, index)
+            if cells:
+                locator.note(np.frombuffer(cells, np.uint64))
+            self._version, before = version, self._version
+            self._file, self._meta = file, meta
+            try:
+                self._check()  # a commit while the keys were gone through
+            except BaseException:
+                self._version = before
+                raise
         except BaseException:
-            lmdb_env.release(self.path, opened)
+            self._drop()
+            file.close()
+            if slot is not None:
+                lmdb_slot.release(slot)
             raise
-        self._version, self._records = version, records
-        self._opened, self._txn, self._cursor, self._pid = opened, txn, cursor, os.getpid()
-        self._handle, self._position = handle, -2
+        self._records, self._index, self._locator, self._slot = tree.entries, index, locator, slot
+        warn_of_writer(self.path, file.path, self.name)
 
-    def _renew(self) -> None:
-        """Begin again after an error: LMDB refuses everything else in a transaction that met damage."""
-        assert self._opened is not None
-        self._txn.abort()
-        self._txn = self._opened.env.begin(db=self._handle, buffers=False)
-        self._cursor = self._txn.cursor()
-
-    def _refuse_names(self, env: lmdb.Environment, cursor: Any) -> None:
-        """Raise :class:`NotADataset` where the main database holds nothing but the names of others."""
-        names = lmdb_env.named(env, cursor)
-        if names:
+    def _tree(self, pages: Pages) -> Tree:
+        """The database to read. Raises :class:`NotADataset` where it is none, or one that only lists others."""
+        names: list[bytes] = []
+        for found in databases(pages, only=self.db is None):
+            if isinstance(found, Lost):
+                if names:
+                    continue
+                raise self._corrupt("cannot be read", f"{found.place} {found.reason or 'lies beyond the end'}")
+            if self.db is not None and found[0] == self.db.encode():
+                return found[1]
+            names.append(found[0])
+            if self.db is None and len(names) == MAX_NAMED:
+                break
+        main = pages.meta.main
+        if self.db is not None:
+            raise NotADataset(
+                f"{self.path} holds no database named '{self.db}'",
+                expected="one of: " + _listed(names) if names else "no name: it has none but the main database",
+                found=f"db '{self.db}'",
+            )
+        if names and len(names) >= min(main.entries, MAX_NAMED):
             raise NotADataset(
                 f"{self.path} holds named databases and no records of its own",
                 expected="records in the main database, or the name of another",
@@ -203,102 +293,177 @@ class LmdbSource(Source):
                 hint=f"name one: --db {names[0].decode('utf-8', 'backslashreplace')} on the command line, "
                 "data.<phase>.db in a job, db= in open_source",
             )
+        return main
 
-    def _open_db(self, env: lmdb.Environment) -> Any:
-        if self.db is None:
-            return env.open_db(None, create=False)
-        try:
-            return env.open_db(self.db.encode(), create=False)
-        except (lmdb.NotFoundError, lmdb.IncompatibleError) as error:
-            with env.begin() as txn:
-                names = lmdb_env.named(env, txn.cursor(), only=False)
-            raise NotADataset(
-                f"{self.path} holds no database named '{self.db}'",
-                expected="one of: " + _listed(names) if names else "no name: it has none but the main database",
-                found=f"db '{self.db}'",
-            ) from error
+    def _needed(self, file: LmdbFile, meta: Meta, tree: Tree) -> int:
+        """Bytes the file must have."""
+        need, have = meta.nbytes, file.size
+        if have >= need:
+            return need
+        # Pages at the end may have been given back before they were ever written: legal, if the tree needs none.
+        if have % meta.page_size == 0 and needs_no_more(Pages(file, meta), tree):
+            return have
+        raise DatasetTruncated(
+            f"{self.name} is cut off: {file.path} is shorter than its own page count",
+            expected=f"{need} bytes",
+            found=f"{have} bytes",
+            hint="an interrupted copy, most likely: copy it again from where it was made",
+        )
 
-    def _make_index(self, opened: lmdb_env.Opened, transaction: int, cursor: Any, records: int) -> key_index.KeyIndex:
-        if records > _SCAN_LIMIT and cursor.first():
-            first = cursor.key()
-            cursor.last()
-            dense = key_index.dense_by_ends(first, cursor.key(), records)
+    def _make_index(self, file: LmdbFile, meta: Meta, tree: Tree, cells: array[int]) -> key_index.KeyIndex:
+        """The index of the keys. ``cells`` gets the places of all records, where they are few and gone through."""
+        if tree.entries > _SCAN_LIMIT:
+            ends = Pages(file, meta).ends(tree)
+            if isinstance(ends, Lost):
+                raise self._corrupt("cannot be read", f"{ends.place} {ends.reason}")
+            dense = key_index.dense_by_ends(*ends, tree.entries)
             if dense is not None:
                 return dense
+        note = tree.entries <= min(_SCAN_LIMIT, MOST_CELLS)
 
         def scan() -> key_index.KeyIndex:
-            self._check_pages(transaction)
-            cursor.first()
-            return key_index.build(cursor.iternext(keys=True, values=False), _STRIDE)
+            return key_index.build(self._keys(Pages(file, meta), tree, cells if note else None), _STRIDE)
 
-        if records < _KEEP_FROM:
+        if tree.entries < _KEEP_FROM:
             return scan()
-        status = os.fstat(opened.fd)
+        status = os.fstat(file.fd)
         state = {
-            "path": os.path.realpath(lmdb_env.data_file(self.path)),
+            "path": os.path.realpath(data_file(self.path)),
             "db": self.db,
-            "records": records,
-            "transaction": transaction,
+            "records": tree.entries,
+            "transaction": meta.transaction,
             "size": status.st_size,
             "inode": status.st_ino,
             "mtime_ns": status.st_mtime_ns,
         }
         return key_cache.kept(f"lmdb {state['path']} {self.db}", state, scan)
 
-    def _check_pages(self, transaction: int) -> None:
-        """Refuse damaged pages by plain reads: LMDB's cursor ends the process where a page is no leaf."""
-        from datasets.lmdb_pages import LmdbReader
-
-        reader = LmdbReader(self.path, self.db)
-        damage = reader.first_damage() if reader.transaction == transaction else None
-        if damage is None:
-            return
-        lost, records = damage
-        after = "" if lost.after is None else f", the last with the key {show_key(lost.after)}"
-        raise DatasetCorrupt(
-            f"{self.name} is damaged: {lost.place} {lost.reason}",
-            expected=f"{reader.expected} records",
-            found=f"{records} records before the damage{after}",
-            hint=f"copy it again from where it was made; python -m datasets.verify {self.path} lists what is damaged, "
-            "and with --salvage OUT saves what is sound",
-        )
-
-    def _at(self, index: int) -> tuple[bytes, bytes]:
-        """Key and value of a record that exists."""
-        assert self._index is not None
-        try:
-            if isinstance(self._index, key_index.DenseKeys):
-                key, _ = self._index.anchor(index)
-                value = self._txn.get(key)
-                if value is None:
-                    self._check_transaction()  # a writer may be the reason
-                    raise DatasetCorrupt(
-                        f"{self.name}: the keys look like the numbers {show_key(self._index.anchor(0)[0])} and up, "
-                        f"but {show_key(key)} is missing",
-                        hint="copy the records to a new database under keys without gaps",
-                    )
-                return key, value
-            cursor = self._cursor
-            if index == self._position + 1:
-                found = cursor.next()
-            else:
-                key, steps = self._index.anchor(index)
-                found = cursor.set_key(key)
-                while found and steps:
-                    found = cursor.next()
-                    steps -= 1
-            self._position = index if found else -2
-            if not found:
-                self._check_transaction()
+    def _keys(self, pages: Pages, tree: Tree, cells: array[int] | None) -> Iterator[bytes]:
+        """All keys, in order. Refuses damaged pages: what comes behind them cannot be found."""
+        last: Leaf | None = None
+        records = 0
+        for leaf in pages.leaves(tree):
+            if isinstance(leaf, Lost):
+                after = "" if last is None else f", the last with the key {show_key(last.key(-1))}"
                 raise DatasetCorrupt(
-                    f"{self.name} ends before record {index}", expected=f"{self._records} records by its own count"
+                    f"{self.name} is damaged: {leaf.place} {leaf.reason}",
+                    expected=f"{tree.entries} records",
+                    found=f"{records} records before the damage{after}",
+                    hint=f"copy it again from where it was made; python -m datasets.verify {self.path} lists what is "
+                    "damaged, and with --salvage OUT saves what is sound",
                 )
-            return cursor.key(), cursor.value()
-        except lmdb.Error as error:
-            self._position = -2
-            self._check_transaction()
-            self._renew()
-            raise self._corrupt(f"cannot be read at record {index} of {self._records}", error) from error
+            if cells is not None:
+                cells.extend(cells_of(leaf, pages.meta))
+            yield from leaf.keys()
+            records += len(leaf.places)
+            if leaf.places:
+                last = leaf
+        if pages.cut:
+            raise self._truncated(pages.file.size)
+        if records != tree.entries:
+            raise self._corrupt("is damaged", f"{records} records, where it counts {tree.entries}")
+
+    def _read_part(self, part: list[int], records: list[Record]) -> None:
+        """Append the records of ``part``."""
+        index_of, name, file = self._index, self.name, self._file
+        assert index_of is not None
+        assert file is not None
+        starts, sizes, key_starts, key_sizes = self._places(part)
+        dense = isinstance(index_of, key_index.DenseKeys)
+        keys = index_of.keys(part) if isinstance(index_of, key_index.DenseKeys) else []
+        first = min(starts) if dense else min(min(starts), min(key_starts))
+        block = self._block(first, max(map(operator.add, starts, sizes)), sum(sizes)) if len(part) > 1 else None
+        if block is not None:
+            starts = [start - first for start in starts]
+            if not dense:
+                keys = [
+                    bytes(block[start - first : start - first + size])
+                    for start, size in zip(key_starts, key_sizes, strict=True)
+                ]
+            for index, key, start, size in zip(part, keys, starts, sizes, strict=True):
+                records.append(Record(index, key, bytes(block[start : start + size]), name))
+            return
+        if not dense:
+            keys = list(map(self._key_at, key_starts, key_sizes, part))
+        fd = file.fd
+        for index, key, start, size in zip(part, keys, starts, sizes, strict=True):
+            value = pread(fd, size, start) if size < _AT_ONCE else b""
+            if len(value) != size:
+                value = self._bytes(start, size, index, key)
+            records.append(Record(index, key, value, name))
+
+    def _places(self, part: list[int]) -> tuple[list[int], ...]:
+        """As :meth:`locate`, in lists."""
+        assert self._locator is not None
+        if len(part) <= _FEW:
+            found = [self._locator.known(index) for index in part]
+            if None not in found:
+                return tuple(map(list, zip(*found, strict=True)))
+        return tuple(places.tolist() for places in self.locate(np.array(part, np.int64)))
+
+    def _block(self, first: int, end: int, wanted: int) -> memoryview | None:
+        """All bytes from ``first`` on, where that is little more than what is wanted of them; else None."""
+        assert self._file is not None
+        if end - first > min(_TOGETHER, 2 * wanted + _NEAR):
+            return None
+        if self._buffer is None:
+            self._buffer = memoryview(bytearray(_TOGETHER))
+        block = self._buffer[: end - first]
+        return block if preadv(self._file.fd, [block], first) == end - first else None  # what is missing tells itself
+
+    def _key_at(self, start: int, size: int, index: int) -> bytes:
+        """The key of a record, from its page: neighbours are asked for soon."""
+        assert self._meta is not None
+        number, inside = divmod(start, self._meta.page_size)
+        page = self._key_pages.get(number)
+        if page is None:
+            if len(self._key_pages) >= _KEY_PAGES:
+                self._key_pages.clear()
+            page = self._bytes(start - inside, self._meta.page_size, index, None)
+            self._key_pages[number] = page
+        return page[inside : inside + size]
+
+    def _bytes(self, start: int, size: int, index: int, key: bytes | None) -> bytes:
+        """Bytes of the file that belong to a record."""
+        assert self._file is not None
+        found = self._file.read(start, size)
+        if len(found) < size:
+            raise self._truncated(self._file.size, index, key)
+        return found
+
+    def _not_located(self, index: int, failure: Unlocated) -> NoReturn:
+        assert self._index is not None
+        self._check_size()
+        self._check_transaction()  # a writer may be the reason
+        key, steps = self._index.anchor(index)
+        if failure.status == lmdb_walk.CUT:
+            assert self._file is not None
+            raise self._truncated(self._file.size, index, None if steps else key)
+        if failure.status == lmdb_walk.MISSING and isinstance(self._index, key_index.DenseKeys):
+            raise DatasetCorrupt(
+                f"{self.name}: the keys look like the numbers {show_key(self._index.anchor(0)[0])} and up, "
+                f"but {show_key(key)} is missing",
+                hint="copy the records to a new database under keys without gaps",
+            )
+        what = {
+            lmdb_walk.MISSING: f"no record with the key {show_key(key)}",
+            lmdb_walk.FAILED: f"page {failure.page} cannot be read: a failing disk, most likely",
+            lmdb_walk.ENDED: f"no more records after page {failure.page}",
+        }.get(failure.status, f"page {failure.page} is damaged")
+        raise self._corrupt(f"cannot be read at record {index} of {self._records}", what)
+
+    def _truncated(self, have: int, index: int | None = None, key: bytes | None = None) -> DatasetTruncated:
+        """The error for a file that is shorter than it was; ``index``: the record that could not be read."""
+        need = self._version[1] if self._version else self._meta.nbytes if self._meta else None
+        record = ""
+        if index is not None:
+            record = f", at {describe_record('it', index, key)}" if key is not None else f", at record {index}"
+        return DatasetTruncated(
+            f"{self.name} became shorter while it was being read{record}",
+            expected=None if need is None else f"{need} bytes",
+            found=f"{have} bytes",
+            hint="something writes to or copies over the file: read a finished copy",
+        )
 
     def _changed(self, found: str) -> DatasetChanged:
         assert self._version is not None
@@ -309,11 +474,11 @@ class LmdbSource(Source):
             hint="let the writer finish, then start again",
         )
 
-    def _corrupt(self, what: str, error: Exception) -> DatasetCorrupt:
+    def _corrupt(self, what: str, found: str) -> DatasetCorrupt:
         return DatasetCorrupt(
             f"{self.name} {what}",
             expected="an intact LMDB",
-            found=str(error),
+            found=found,
             hint="copy it again from where it was made, and compare checksums; "
             f"python -m datasets.verify {self.path} lists what is damaged and saves what is sound",
         )

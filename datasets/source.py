@@ -3,7 +3,7 @@
 A source is addressed by position in the byte order of its keys: 0 .. len - 1. So '10' comes before '2': numbers need
 padding to come in numeric order (``python -m datasets.inspect`` warns where they have none). It opens lazily in the
 process that reads: pickling it drops every handle, and a copy in another process (spawned or forked) opens for itself.
-Nothing here ever creates, locks or writes anything in a data set's folder.
+Nothing here ever creates, locks or writes anything in a data set's folder, unless locking is asked for.
 """
 
 from __future__ import annotations
@@ -136,7 +136,12 @@ class Source(ABC):
 
 
 def open_source(
-    path: str | os.PathLike[str], *, backend: str | None = None, db: str | None = None, readahead: bool = True
+    path: str | os.PathLike[str],
+    *,
+    backend: str | None = None,
+    db: str | None = None,
+    readahead: bool = True,
+    lock: bool = False,
 ) -> Source:
     """Open a data set of records for reading.
 
@@ -147,17 +152,22 @@ def open_source(
     backend: ``lmdb`` or ``leveldb``, in either case of letters. Left out, what lies there decides. Named and wrong,
         it is refused.
     db: a named sub-database; LMDB only.
-    readahead: whether the system reads ahead of missing pages of an LMDB: on for reading in order, off for shuffled
-        reading. No effect on other kinds.
+    readahead: whether the system reads ahead in an LMDB: on for reading in order, off for shuffled reading. No effect
+        on other kinds.
+    lock: LMDB only: take a slot in its lock table (this writes to ``lock.mdb``), so that a writer keeps the pages that
+        are read. Not needed where nobody writes. A commit ends the reading either way.
 
     Raises
     ------
     EmptyPath, SourceMissing, EmptyFolder, NotADataset, CurrentMissing, WrongBackend: what lies at the path.
     DatasetTruncated, DatasetCorrupt: the database is there and damaged.
+    LockRefused, ReadersFull: locking was asked for, and there is no lock table to write to, or no slot left.
     SourceError: it cannot be opened, or the file system does not answer within a minute.
     ManifestMismatch: a manifest beside the data set says something else.
     """
     place, found = locate(path, backend=backend, db=db)
+    if lock and found != "lmdb":
+        raise UsageError(f"{place} is no LMDB: only an LMDB has a lock table for readers", found="lock asked for")
     if found == "memory":
         from datasets.memory_source import open_memory
 
@@ -166,7 +176,7 @@ def open_source(
     if found == "lmdb":
         from datasets.lmdb_source import LmdbSource
 
-        source = LmdbSource(place, db=db, readahead=readahead)
+        source = LmdbSource(place, db=db, readahead=readahead, lock=lock)
     else:
         from datasets.leveldb_source import LevelDbSource
 

@@ -1,8 +1,7 @@
 """Who is writing to a database now: told by its lock file and /proc, without taking or leaving a lock.
 
-An LMDB's lock file is read, never locked or mapped. Reading it is safe only where this process has no environment of
-its own with a lock on that path, since closing any descriptor of a file gives up all locks that a process has on it.
-py-lmdb allows one environment a path, so look after opening one without a lock.
+An LMDB's lock file is read, never locked or mapped, and not even read where this process has it open through py-lmdb:
+closing any descriptor of a file gives up all locks that a process has on it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,10 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import warnings
 from pathlib import Path
+
+from datasets.errors import DatasetWarning
 
 _MAGIC = 0xBEEFC0DE
 _WRITER_MUTEX = 64  # byte of the lock file: the second cache line holds the writer's mutex
@@ -33,13 +35,25 @@ def lmdb_writer(path: str, data_file: str) -> str | None:
         status = os.stat(lock)
     except OSError:
         return None
-    writing = _in_transaction(lock)
+    writing = None if _is_open_here(status) else _in_transaction(lock)
     if writing is not None:
         return f"process {writing} is in the middle of a write"
     for pid in lock_holders(status):
         if _has_open_for_writing(pid, data_file):
             return f"process {pid} holds it open for writing"
     return None
+
+
+def warn_of_writer(path: str, data_file: str, name: str) -> None:
+    """A :class:`DatasetWarning` where a live process writes to the LMDB ``name``, or may do so at any time."""
+    writer = lmdb_writer(os.path.realpath(path), os.path.realpath(data_file))
+    if writer is not None:
+        warnings.warn(
+            f"{name}: {writer}. What was committed so far is read; the next commit ends this run, since it may "
+            "overwrite records that are being read",
+            DatasetWarning,
+            stacklevel=2,
+        )
 
 
 def lock_holders(status: os.stat_result) -> list[int]:
@@ -55,6 +69,20 @@ def lock_holders(status: os.stat_result) -> list[int]:
         if place in words and "->" not in words:  # '->' marks those that wait
             found[int(words[words.index(place) - 1])] = None
     return [pid for pid in found if pid > 0]
+
+
+def _is_open_here(status: os.stat_result) -> bool:
+    """Whether this process has the file with this ``stat`` open."""
+    try:
+        for number in os.listdir("/proc/self/fd"):
+            try:
+                if os.path.samestat(os.stat(f"/proc/self/fd/{number}"), status):
+                    return True
+            except OSError:
+                continue  # closed meanwhile
+    except OSError:
+        return True  # not known: nothing is risked
+    return False
 
 
 def _in_transaction(lock: str) -> int | None:

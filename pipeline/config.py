@@ -76,6 +76,7 @@ class SourceConfig(_Model):
     batch: int | None = _integer(None, 1, 1_000_000, "records in the global batch")
     backend: Literal["lmdb", "leveldb", "memory"] | None = _choice(None, "lmdb, leveldb or memory; left out: sniffed")
     db: str | None = _text(None, "name of a sub-database of an LMDB")
+    lock: bool = _choice(False, "true or false: take a reader slot of an LMDB (writes to lock.mdb beside the data)")
     labels: str | None = _text(None, "path of a second source with the same keys, which holds the labels")
     tail: Literal["wrap", "partial", "drop"] = _choice("wrap", "wrap, partial or drop")
     transform: TransformConfig | None = Field(

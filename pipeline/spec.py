@@ -53,6 +53,7 @@ class FeedSpec:
     max_pixels: larger image files are records that cannot be used; None: the limit of :mod:`datasets.image_file`.
     seed, shuffle, tail, batch: the stream (docs/design.md, section 2.1).
     readahead: whether the system reads ahead in an LMDB; None: where records are read in order.
+    lock: whether each process that reads takes a reader slot of the LMDB.
     identity: of the data set as the trainer's process found it: whoever opens it for this feed refuses another.
     cycle: step s stands for step s mod cycle (the test iterations of a TEST feed); None: no cycle.
     origin: the step whose batch is the first of the stream; before it nothing was read (a state of Caffe's).
@@ -99,6 +100,7 @@ class FeedSpec:
     first_actor: int = 1
     poison: bool = False
     readahead: bool | None = None
+    lock: bool = False
     identity: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -181,6 +183,7 @@ def feed_spec(
         on_bad_record=config.data.on_bad_record,
         bad_record_cap=config.data.bad_record_cap,
         max_pixels=config.data.max_pixels,
+        lock=data.lock,
         readahead={"auto": None, "on": True, "off": False}[config.data.readahead],
         engine=feed.engine,
         workers=1 if test else feed.workers,

@@ -87,14 +87,19 @@ def open_data(spec: FeedSpec) -> Source:
     with contextlib.ExitStack() as stack:
         opened = [
             stack.enter_context(
-                contextlib.closing(open_source(path, backend=spec.backend, db=spec.db, readahead=spec.reads_ahead))
+                contextlib.closing(
+                    open_source(path, backend=spec.backend, db=spec.db, readahead=spec.reads_ahead, lock=spec.lock)
+                )
             )
             for path in paths
         ]
         source = opened[0] if isinstance(spec.source, str) else ConcatSource(opened)
         if spec.labels is not None:
             source = PairedSource(
-                source, stack.enter_context(contextlib.closing(open_source(spec.labels, readahead=spec.reads_ahead)))
+                source,
+                stack.enter_context(
+                    contextlib.closing(open_source(spec.labels, readahead=spec.reads_ahead, lock=spec.lock))
+                ),
             )
         _check_identity(spec, source)
         stack.pop_all()

@@ -9,6 +9,7 @@ import pytest
 from datasets import datum
 from datasets.errors import DatasetCorrupt
 from datasets.lmdb_pages import LmdbReader
+from datasets.raw import Lost
 from datasets.source import open_source
 from tests.datasets import golden
 from tests.datasets.damage import PAGE, change, pages, write_lmdb
@@ -55,3 +56,19 @@ def test_healthy_databases_pass(name: str) -> None:
     reader = LmdbReader(str(golden.DB / name))
     assert reader.first_damage() is None
     assert reader.expected == golden.manifest()[name]["n"]
+
+
+def test_a_value_on_the_later_pages_of_another_is_told(tmp_path: Path) -> None:
+    """Every overflow page is one record's, not the first alone."""
+    folder = write_lmdb(tmp_path / "db", {b"a": b"x" * 20000, b"b": b"y" * 2500, b"c": b"z"})
+    (leaf,) = pages(folder, 2)
+    first, second = pages(folder, 4)
+    content = (folder / "data.mdb").read_bytes()
+    at = content.index(second.to_bytes(8, "little"), leaf * PAGE, (leaf + 1) * PAGE)
+    change(folder, at, (first + 2).to_bytes(8, "little"))
+    # It looks like an overflow page of its own, so that nothing but the sharing tells.
+    change(folder, (first + 2) * PAGE, (first + 2).to_bytes(8, "little") + b"\0\0\4\0" + (1).to_bytes(4, "little"))
+    told = [item for item in LmdbReader(str(folder)).scan() if isinstance(item, Lost)]
+    assert [(item.key, item.reason) for item in told] == [
+        (b"b", f"its value lies on page {first + 2}, which is another's")
+    ]
