@@ -38,7 +38,9 @@ class ImageFiles(Inputs):
         self.width = width
         self.labels = array("i")
         self._many = array("f")
-        self._bad: dict[int, str] = {}
+        self.bad: dict[int, str] = {}
+        self.lines = array("Q")  # where in a list each item stands
+        self.stamps = array("Q")
         self._hash = hashlib.sha256()
 
     def __len__(self) -> int:
@@ -50,18 +52,19 @@ class ImageFiles(Inputs):
         self._many.extend(many)
         told = (status.st_size, status.st_mtime_ns) if status else ()
         self._hash.update(repr((name, label, many, told)).encode())
+        self.stamps.append(stamp(status))
 
     def add_bad(self, text: str) -> None:
         """An item that cannot be converted, for the reason in ``text``; it keeps its place."""
-        self._bad[len(self)] = text
+        self.bad[len(self)] = text
         self.add("", 0, [0.0] * self.width, None)
 
     def suffix(self, index: int) -> str:
         return "_" + self.names[index]
 
     def convert(self, index: int) -> Converted:
-        if index in self._bad:
-            raise InputError(self._bad[index])
+        if index in self.bad:
+            raise InputError(self.bad[index])
         path = self.root / self.names[index]
         try:
             if path.stat().st_size > MAX_FILE_BYTES:
@@ -81,6 +84,11 @@ class ImageFiles(Inputs):
         if self.options.size is None or self.options.encoded:
             return None
         return len(self) * math.prod(self.options.size) * (1 if self.options.gray else 3)
+
+
+def stamp(status: os.stat_result | None) -> int:
+    """64 bits of a file's size and time of change, 0 for a file that nobody looked at."""
+    return hash((status.st_size, status.st_mtime_ns)) % 2**64 if status else 0
 
 
 def too_large(path: Path) -> str:

@@ -182,6 +182,9 @@ class Problems:
     first 20 reasons are told word for word, the others by number.
     """
 
+    outcome = "nothing was written"
+    """What the first line says after the number of problems."""
+
     def __init__(self, source: object, hint: str | None = None) -> None:
         self.source = source
         self.hint = hint
@@ -218,7 +221,7 @@ class Problems:
         """Raises :class:`InputError` if there are problems."""
         if not self.count:
             return
-        lines = [f"{self.source}: {self.count} problem{'s' if self.count > 1 else ''}; nothing was written"]
+        lines = [f"{self.source}: {self.count} problem{'s' if self.count > 1 else ''}; {self.outcome}"]
         lines += self._lines()
         raise InputError("\n".join(lines), hint=hint or self.hint)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,22 +22,25 @@ _SPACE = re.compile(r"[ \t]+")
 
 
 def open_list(
-    file: Path, root: Path | None, options: ImageOptions, *, pairs: bool = False, skip: bool = False
-) -> ImageFiles:
+    file: Path, root: Path | None, options: ImageOptions, *, pairs: bool = False, skip: bool = False,
+    problems: Problems | None = None,
+) -> ImageFiles:  # fmt: skip
     """A list file: each line is a path, a space and a whole number. Paths begin at ``root`` or the list's folder.
 
     Parameters
     ----------
     pairs: lines hold one or more numbers, with or without a fraction, as many in each line.
     skip: lines that cannot be used become items that cannot be converted, instead of an error.
+    problems: collects what is wrong, in place of one whose words are those of a conversion.
 
     Raises :class:`InputError` that lists what is wrong, by line.
     """
     root = file.parent if root is None else root
-    problems = Problems(file, hint="correct the list, or --on-error skip leaves these lines out (exit code 1)")
+    problems = problems or Problems(
+        file, hint="correct the list, or --on-error skip leaves these lines out (exit code 1)"
+    )
     remarks = Remarks()
     inputs: ImageFiles | None = None
-    numbers = array("Q")
     first = usual = 0
     from_here = False  # whether a path that is not there would be if it began in the working folder
     for number, line in _lines(file):
@@ -59,19 +61,19 @@ def open_list(
             problems.add(text)
             if skip:
                 inputs.add_bad(f"{file}, {text}")
-                numbers.append(number)
+                inputs.lines.append(number)
             continue
         if label < 0:
             remarks.add("negative labels (Caffe's losses take one only as ignore_label), at line", str(number))
         if os.path.isabs(name) and root != file.parent:
             remarks.add("paths that begin with / and so not at --root, at line", str(number))
         inputs.add(name, label, many, status)
-        numbers.append(number)
+        inputs.lines.append(number)
     if inputs is None:
         raise InputError(f"the list {file} is empty", expected="a path, a space and a whole number on each line")
     if not skip:
         problems.raise_any(hint="--root . (the paths begin here, not at the list)" if from_here else None)
-    _note_repeats(inputs, numbers, remarks)
+    _note_repeats(inputs, remarks)
     inputs.notes = remarks.lines()
     return inputs
 
@@ -189,7 +191,7 @@ def _status(path: Path) -> os.stat_result:
     return status
 
 
-def _note_repeats(inputs: ImageFiles, numbers: array[int], remarks: Remarks) -> None:
+def _note_repeats(inputs: ImageFiles, remarks: Remarks) -> None:
     """Lines that name a path again: found by hashes, as a set of all names would take much memory."""
     hashes: NDArray[np.int64] = np.fromiter((hash(inputs.names[index]) for index in range(len(inputs))), np.int64)
     order = np.argsort(hashes, kind="stable")
@@ -198,8 +200,9 @@ def _note_repeats(inputs: ImageFiles, numbers: array[int], remarks: Remarks) -> 
         if not inputs.names[again] or inputs.names[first] != inputs.names[again]:
             continue
         if inputs.labels[first] == inputs.labels[again]:
-            remarks.add("paths that were there before, at line", f"{numbers[again]} (as {numbers[first]})")
+            remarks.add("paths that were there before, at line", f"{inputs.lines[again]} (as {inputs.lines[first]})")
         else:
             remarks.add(
-                "paths that were there before with another label, at line", f"{numbers[again]} (as {numbers[first]})"
+                "paths that were there before with another label, at line",
+                f"{inputs.lines[again]} (as {inputs.lines[first]})",
             )
