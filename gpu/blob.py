@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from gpu import arena
 from profiler.errors import StallscopeError
+
+Guard = Callable[[str], None]
+
+
+class BlobReused(StallscopeError):
+    """The memory of a blob holds another one's numbers by now."""
 
 
 class Blob:
@@ -18,37 +26,52 @@ class Blob:
     works as in pycaffe; on a device they are read-only copies, and assigning (``blob.data = x``) sends a new value.
     ``device_data`` and ``device_diff`` are the live arrays of the backend, for code that computes.
 
-    The gradient is made when it is first asked for; a net asks at construction where it will need it.
+    The gradient is made when it is first asked for; a net asks at construction where it will need it. In a net that
+    reuses memory all four raise :class:`BlobReused` where they would show another blob's numbers.
     """
 
-    __slots__ = ("_data", "_diff", "shape", "xp")
+    __slots__ = ("__weakref__", "_data", "_diff", "_guard", "own_bytes", "shape", "xp")
 
     def __init__(self, shape: tuple[int, ...], xp: ModuleType = np, data: Any = None, diff: Any = None) -> None:
         self.shape = shape
         self.xp = xp
-        self._data = xp.zeros(shape, np.float32) if data is None else data
+        self._guard: Guard | None = None
+        self.own_bytes = 0
+        """Bytes that this blob allocated itself, rather than a net for it."""
+        self._data = self._zeros() if data is None else data
         self._diff = diff
+        arena.count_blob(self)
+
+    def place(self, shape: tuple[int, ...], data: Any, diff: Any, guard: Guard | None) -> None:
+        """Give the blob other memory and another shape. ``guard`` is called with "data" or "diff" before either is
+        shown."""
+        self.shape, self._data, self._diff, self._guard = shape, data, diff, guard
+        self.own_bytes = 0
 
     @property
     def device_data(self) -> Any:
         """The live values: an array of the backend."""
+        if self._guard is not None:
+            self._guard("data")
         return self._data
 
     @property
     def device_diff(self) -> Any:
         """The live gradient: an array of the backend, zero until something was written."""
         if self._diff is None:
-            self._diff = self.xp.zeros(self.shape, np.float32)
+            self._diff = self._zeros()
+        elif self._guard is not None:
+            self._guard("diff")
         return self._diff
 
     @property
     def data(self) -> np.ndarray:
         """Values, float32, ``shape``."""
-        return self._host(self._data)
+        return self._host(self.device_data)
 
     @data.setter
     def data(self, value: Any) -> None:
-        self._assign(self._data, value)
+        self._assign(self.device_data, value)
 
     @property
     def diff(self) -> np.ndarray:
@@ -63,6 +86,11 @@ class Blob:
     def count(self) -> int:
         """Number of values."""
         return math.prod(self.shape)
+
+    def _zeros(self) -> Any:
+        made = self.xp.zeros(self.shape, np.float32)
+        self.own_bytes += made.nbytes
+        return made
 
     def _host(self, array: Any) -> np.ndarray:
         if isinstance(array, np.ndarray):

@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpu import arena
 from gpu.backend import Backend, select_backend
 from gpu.blob import Blob
 from gpu.fields import build_layers
-from gpu.fillers import fill
-from gpu.layers.base import Array, Context, Layer, LayerError, Scratch, Shape
-from gpu.prototxt import DataLayer, data_layer, filter_net, load_net
-from gpu.wiring import Graph, Node, wire
+from gpu.layers.base import Array, Context, Layer, LayerError, Scratch
+from gpu.layout import Layout
+from gpu.lifetimes import Lifetimes, lifetimes
+from gpu.memory import MemoryPlan, shortage
+from gpu.parameters import make_params
+from gpu.data_layers import DataLayer, data_layers_of
+from gpu.prototxt import filter_net, load_net
+from gpu.wiring import Graph, Node, reshape, wire
 from profiler.errors import StallscopeError, UsageError
 from profiler.osread import available_memory
 
@@ -32,20 +37,11 @@ _COMPILED = ("numpy", "emulated")
 """Backends whose arrays the numba kernels can work on."""
 
 
-@dataclass(frozen=True)
-class Param:
-    """One learnable array, once even where layers share it. ``name``: its owner, as ``layer.index``."""
-
-    blob: Blob
-    lr_mult: float
-    decay_mult: float
-    name: str
-
-
 @dataclass
 class _Step:
-    """A layer with the arrays it works on in backward."""
+    """A layer with the arrays it works on in backward, and when it does."""
 
+    time: int
     layer: Layer
     bottoms: list[Array]
     tops: list[Array]
@@ -69,14 +65,19 @@ class Net:
     input_shapes: shapes by blob name, for data layers (needed) and Input layers (instead of the text's). A label's
         shape may be left out: one per image.
     seed: of initial values and dropout masks; 0 where left out.
+    reuse: let blobs share memory whose lifetimes do not overlap. Outputs, inputs, losses and parameters keep theirs;
+        reading another blob after its memory was given away raises BlobReused. The numbers are the same, bit for bit.
+    poison: for tests: fill memory with NaN as soon as its lifetime ends.
 
     Attributes
     ----------
     blobs: Blob by name. params: list of Blob by layer name. layers: the layers, in order. learnable: list of Param.
-    inputs, outputs: blob names. data_layers: what ``Data`` layers ask of the feed.
+    inputs, outputs: blob names. data_layers: what the data layers ask of the feed.
     iteration: counter of dropout masks; every forward pass in TRAIN takes one, and a solver may set it.
 
-    Blobs keep what was written last; where layers work in place, ``diff`` may be the gradient before the last of them.
+    Blobs, gradients and work spaces lie in one block, see :meth:`memory_plan`. Without ``reuse`` blobs keep what was
+    written last; where layers work in place, ``diff`` may be the gradient before the last of them. Inputs of another
+    size reshape the net, as in Caffe (:meth:`reshape`).
     Raises PrototxtError, LayerError, FillerError, UsageError, all of them StallscopeError.
     """
 
@@ -91,6 +92,8 @@ class Net:
         backend: Backend | str | None = None,
         input_shapes: Mapping[str, Sequence[int]] | None = None,
         seed: int | None = None,
+        reuse: bool = False,
+        poison: bool = False,
     ) -> None:
         message = load_net(prototxt)
         filtered = filter_net(message, phase, tuple(stages), level)
@@ -99,16 +102,28 @@ class Net:
         self.backend = select_backend("numpy" if backend is None else backend)
         self.xp = self.backend.xp
         asked = {name: tuple(int(size) for size in shape) for name, shape in (input_shapes or {}).items()}
-        self._context = Context(
+        self._seed = seed or 0
+        context = Context(
             phase=phase,
             xp=self.xp,
             compiled=self.backend.name in _COMPILED,
-            seed=seed or 0,
+            seed=self._seed,
             scratch=Scratch(self.xp),
             input_shapes=asked,
         )
-        layers = iter(build_layers(filtered, self._context))
-        self._graph = wire(filtered, lambda spec: next(layers))
+        self._iteration = 0
+        self._asked = asked
+        self._common = context
+        self._contexts: dict[str, Context] = {}
+        layers = iter(build_layers(filtered, context))
+
+        def build(spec: Any) -> Layer:
+            # Work space of its own, so that it can lie wherever there is room while this layer runs.
+            layer = next(layers)
+            layer.context = self._contexts[spec.name] = replace(context, scratch=Scratch(self.xp))
+            return layer
+
+        self._graph = wire(filtered, build)
         self.inputs, self.outputs = self._graph.inputs, self._graph.outputs
         unknown = sorted(set(asked) - set(self.inputs))
         if unknown:
@@ -118,57 +133,122 @@ class Net:
             data_layer(layer.spec, phase) for layer in self.layers if layer.type == "Data"
         ]
         self._backward_from_start = phase == "TRAIN" or bool(message.force_backward)
-        needed = self._needed_bytes()
-        if self.backend.name in _COMPILED and needed > (room := available_memory()):
-            # The system does not refuse it: it starts to end processes once the memory is written to.
-            raise self._no_memory(needed, f"{room / 2**30:,.2f} GiB available")
+        self._layout = Layout(self.xp, reuse=reuse, poison=poison)
+        self._check_room()
         try:
-            self._allocate()
+            arena.with_room(self.xp, self._allocate)
         except MemoryError as error:
-            raise self._no_memory(needed, " ".join(str(error).split()) or "an allocation that failed") from error
+            raise self._no_memory(" ".join(str(error).split()) or "an allocation that failed") from error
         if weights is not None:
             self.copy_from(weights)
 
-    def _needed_bytes(self) -> int:
-        """Bytes of blobs, parameters and shared work space: the least that the net takes."""
-        homes = {top.home for top in _tops(self._graph)}
-        learned = [wanted.shape for layer in self.layers for wanted in layer.param_shapes]
-        counts = [math.prod(home.shape) for home in homes] + [math.prod(shape) for shape in learned]
-        if self._backward_from_start:
-            counts += [math.prod(home.shape) for home in homes if home.gradient]
-            counts += [math.prod(shape) for shape in learned]
-        return 4 * (sum(counts) + self._context.scratch.count)
+    def memory_plan(self) -> MemoryPlan:
+        """Where each blob, gradient and work space lies in the block, and when it is in use; ``table()`` prints."""
+        return self._layout.plan
 
-    def _no_memory(self, needed: int, found: str) -> StallscopeError:
-        sizes = ", ".join(f"{name} {'x'.join(map(str, self._graph.latest[name].shape))}" for name in self.inputs)
-        return StallscopeError(
-            f"no memory for net {self.name!r} in phase {self.phase}" + (f" with inputs {sizes}" if sizes else ""),
-            expected=f"at least {needed / 2**30:,.2f} GiB",
-            found=found,
-            hint="a smaller batch",
-        )
+    def reshape(self, **shapes: Sequence[int]) -> None:
+        """Give inputs other shapes (labels of data layers follow their images) and lay all blobs out anew.
+
+        Parameters stay; blobs start at 0. The block grows where it has to and never shrinks. Raises LayerError naming
+        the layer that cannot follow, UsageError for a blob that is no input; the net is then as it was.
+        """
+        unknown = sorted(set(shapes) - set(self.inputs))
+        if unknown:
+            raise UsageError("reshape names blobs that are no inputs", expected=self.inputs, found=unknown)
+        before = dict(self._asked)
+        held = {name: self._graph.latest[name].shape for name in self.inputs}
+        self._asked.update({name: tuple(int(size) for size in shape) for name, shape in shapes.items()})
+        try:
+            self._work_out_shapes()
+            if held == {name: self._graph.latest[name].shape for name in self.inputs}:
+                return
+            self._check_room()
+            self._lay_out()
+        except (StallscopeError, MemoryError) as error:
+            refused = self._no_memory(" ".join(str(error).split())) if isinstance(error, MemoryError) else error
+            self._asked.clear()
+            self._asked.update(before)
+            self._work_out_shapes()
+            self._lay_out()
+            raise refused from (error if refused is not error else None)
+
+    def _work_out_shapes(self) -> None:
+        for context in self._contexts.values():
+            context.scratch.clear()
+        reshape(self._graph)
+
+    def _wanted(self) -> Lifetimes:
+        work = {name: context.scratch.count for name, context in self._contexts.items()}
+        return lifetimes(self._graph, self._backward_from_start, work)
+
+    def _needed_bytes(self) -> int:
+        """Bytes of the block and the parameters: the least that the net takes."""
+        learned = [wanted.shape for layer in self.layers for wanted in layer.param_shapes]
+        count = sum(math.prod(shape) for shape in learned) * (2 if self._backward_from_start else 1)
+        return 4 * count + self._layout.prepare(self._wanted()).total
+
+    def _check_room(self) -> None:
+        if self.backend.name not in _COMPILED:
+            return
+        needed = self._needed_bytes()
+        if needed <= available_memory() + self._layout.nbytes:
+            return
+        arena.blocks(self.xp).release()
+        if needed > (room := available_memory() + self._layout.nbytes):
+            # The system does not refuse it: it starts to end processes once the memory is written to.
+            raise self._no_memory(f"{room / 2**30:,.2f} GiB available", room)
+
+    def _no_memory(self, found: str, room: int | None = None) -> StallscopeError:
+        inputs = {name: self._graph.latest[name].shape for name in self.inputs}
+        plan = self._layout.prepare(self._wanted())
+        what = f"no memory for net {self.name!r} in phase {self.phase}"
+        return shortage(what, inputs, plan, self._needed_bytes(), arena.blocks(self.xp).usage(), found, room)
 
     def _allocate(self) -> None:
-        self._homes = {node_top.home: Blob(node_top.shape, self.xp) for node_top in _tops(self._graph)}
+        self._homes = {top.home: Blob((), self.xp, ()) for top in _tops(self._graph)}
         self.blobs = {name: self._homes[value.home] for name, value in self._graph.latest.items()}
-        self.learnable = self._make_params()
+        for layer in self.layers:
+            layer.blobs.clear()
+        self.learnable = make_params(self.layers, self.xp, self._seed)
         self.params = {layer.name: layer.blobs for layer in self.layers if layer.blobs}
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Give every array its place in the block, and make the lists of what forward and backward will do."""
+        self._forward: list[tuple[Layer, list[Array], list[Array]]] = []
+        self._steps: list[_Step] | None = None
+        for home, blob in self._homes.items():
+            blob.place(home.shape, None, None, None)  # the old block is free before a new one is taken
+        for context in self._contexts.values():
+            context.scratch.place(None)
+        wanted = self._wanted()
+        self._layout.take(wanted)
+        array = self._layout.array
+        for home, blob in self._homes.items():
+            data, diff = wanted.data[home], wanted.diff.get(home)
+            gradient = None if diff is None else array(diff, home.shape)
+            blob.place(home.shape, array(data, home.shape), gradient, self._layout.guard(home.name, data, diff))
+        for node, index in wanted.work.items():
+            scratch = self._contexts[node.layer.name].scratch
+            scratch.place(array(index, (scratch.count,)))
         for layer in self.layers:
             layer.allocate()
         self._forward = [(node.layer, self._data(node.bottoms), self._data(node.tops)) for node in self._graph.nodes]
         self._losses = [(self._homes[top.home], top.loss_weight) for top in _tops(self._graph) if top.loss_weight]
-        self._steps: list[_Step] | None = None
+        self._lifetimes = wanted
         if self._backward_from_start:
             self._plan_backward()
 
     @property
     def iteration(self) -> int:
         """Number of the next forward pass, as the random masks count it."""
-        return self._context.iteration
+        return self._iteration
 
     @iteration.setter
     def iteration(self, value: int) -> None:
-        self._context.iteration = value
+        self._iteration = value
+        for context in (self._common, *self._contexts.values()):
+            context.iteration = value
 
     @property
     def loss(self) -> float:
@@ -190,14 +270,43 @@ class Net:
 
     def forward_only(self, **inputs: Any) -> None:
         """:meth:`forward` without copying the outputs, for loops that look at some of them, or at ``loss``."""
-        for name, value in inputs.items():
+        if inputs:
+            self._set_inputs(inputs)
+        layout, poisons = self._layout, self._layout.poisons
+        layout.begin(backward=False)
+        try:
+            for time, (layer, bottoms, tops) in enumerate(self._forward):
+                layer.forward(bottoms, tops)
+                if poisons:
+                    layout.done(time)
+        except MemoryError as error:
+            raise self._short_in(layer, "forward", error) from error
+        layout.end()
+        if self.phase == "TRAIN":
+            self.iteration += 1
+
+    def _set_inputs(self, values: Mapping[str, Any]) -> None:
+        other = {}
+        for name, value in values.items():
             if name not in self.inputs:
                 raise UsageError(f"net has no input {name!r}", expected=self.inputs, found=name)
+            shape = np.shape(value) if not hasattr(value, "shape") else tuple(value.shape)
+            if shape != self.blobs[name].shape and len(shape) == len(self.blobs[name].shape):
+                other[name] = shape
+        if other:
+            self.reshape(**other)
+        for name, value in values.items():
             self._set(name, value)
-        for layer, bottoms, tops in self._forward:
-            layer.forward(bottoms, tops)
-        if self.phase == "TRAIN":
-            self._context.iteration += 1
+
+    def _short_in(self, layer: Layer, pass_: str, error: MemoryError) -> StallscopeError:
+        released = arena.blocks(self.xp).release()
+        short = self._no_memory(" ".join(str(error).split()) or "an allocation that failed")
+        return StallscopeError(
+            f"layer {layer.name!r} ({layer.type}): no memory in {pass_}; {short.what}",
+            expected=short.expected,
+            found=f"{short.found}; {released:,} free bytes were given back since",
+            hint=short.hint,
+        )
 
     def backward(self, **top_diffs: Any) -> dict[str, np.ndarray]:
         """Run all layers backward after a forward pass; returns copies of the inputs' gradients, where there are any.
@@ -215,6 +324,11 @@ class Net:
 
     def backward_only(self, **top_diffs: Any) -> None:
         """:meth:`backward` without copying the inputs' gradients."""
+        if self._layout.reuse and not self._backward_from_start:
+            raise UsageError(
+                f"a net in phase {self.phase} that reuses memory has no backward pass",
+                hint="Net(..., reuse=False), or force_backward: true in the prototxt",
+            )
         steps = self._steps if self._steps is not None else self._plan_backward()
         if not steps:
             raise UsageError(
@@ -222,20 +336,30 @@ class Net:
                 found="no loss and nothing to learn",
                 hint="force_backward: true in the prototxt gives every blob a gradient",
             )
-        for blob, weight in self._losses:
-            blob.device_diff[...] = weight
-        for value in self._graph.zeroed:
-            self._homes[value.home].device_diff[...] = 0
+        layout, poisons = self._layout, self._layout.poisons and self._backward_from_start
+        if self._backward_from_start:
+            layout.begin(backward=True)
+        for diff, weight in self._loss_diffs:
+            diff[...] = weight
+        for diff in self._zero_diffs:
+            diff[...] = 0
         for name, diff in top_diffs.items():
             if name not in self.outputs:
                 raise UsageError(f"net has no output {name!r}", expected=self.outputs, found=name)
             self._set(name, diff, gradient=True)
-        for step in steps:
-            step.layer.backward(step.bottoms, step.tops, step.top_diffs, step.bottom_diffs, step.param_diffs)
-            for total, part in step.sums:
-                total += part
-            for total, part in step.param_sums:
-                total += part
+        try:
+            for step in steps:
+                layer = step.layer
+                layer.backward(step.bottoms, step.tops, step.top_diffs, step.bottom_diffs, step.param_diffs)
+                for total, part in step.sums:
+                    total += part
+                for total, part in step.param_sums:
+                    total += part
+                if poisons:
+                    layout.done(step.time)
+        except MemoryError as error:
+            raise self._short_in(layer, "backward", error) from error
+        layout.end()
 
     def clear_param_diffs(self) -> None:
         """Set the gradients of all parameters to 0."""
@@ -292,91 +416,58 @@ class Net:
             ) from error
 
     def _data(self, values: Sequence[Any]) -> list[Array]:
-        return [self._homes[value.home].device_data for value in values]
-
-    def _make_params(self) -> list[Param]:
-        """Give every layer its parameters, shared ones by name; returns each once."""
-        owners: dict[str, int] = {}
-        made: list[list[Any]] = []  # blob, lr_mult or None, decay_mult or None, name
-        for node in self._graph.nodes:
-            layer, specs = node.layer, node.layer.spec.param
-            for i, wanted in enumerate(layer.param_shapes):
-                spec = specs[i] if i < len(specs) else None
-                lr = spec.lr_mult if spec is not None and spec.HasField("lr_mult") else None
-                decay = spec.decay_mult if spec is not None and spec.HasField("decay_mult") else None
-                if not layer.learned:
-                    lr = decay = 0.0
-                if spec is not None and spec.name in owners:
-                    row = made[owners[spec.name]]
-                    layer.blobs.append(_shared(layer, i, spec, wanted.shape, row[0], row[3]))
-                    for column, value, field in ((1, lr, "lr_mult"), (2, decay, "decay_mult")):
-                        if value is not None and row[column] not in (None, value):
-                            raise layer.error(
-                                f"shared parameter {spec.name!r} has two values of {field}",
-                                expected=f"{row[column]}, as in {row[3]}",
-                                found=value,
-                            )
-                        row[column] = value if row[column] is None else row[column]
-                    continue
-                blob = Blob(wanted.shape, self.xp)
-                blob.data = fill(wanted.filler, wanted.shape, self._context.seed, f"{layer.name}/{i}")
-                layer.blobs.append(blob)
-                if spec is not None and spec.name:
-                    owners[spec.name] = len(made)
-                made.append([blob, lr, decay, f"{layer.name}.{i}"])
-        return [
-            Param(blob, 1.0 if lr is None else lr, 1.0 if decay is None else decay, name)
-            for blob, lr, decay, name in made
-        ]
+        return [self._homes[value.home]._data for value in values]
 
     def _plan_backward(self) -> list[_Step]:
-        """Make the gradients, the work space for sums, and the list of what backward will do."""
-        adding, params = Scratch(self.xp), Scratch(self.xp)
+        """The list of what backward will do; makes gradients and work space where the net's plan had none."""
         nodes = [node for node in reversed(self._graph.nodes) if node.backward]
-        for node in nodes:
-            adding.reserve(*[bottom.shape for bottom, adds in zip(node.bottoms, node.adds, strict=True) if adds])
-            params.reserve(*[blob.shape for blob in node.layer.blobs])
-        self._steps = [self._step(node, adding, params) for node in nodes]
+        adding, params = Scratch(self.xp), Scratch(self.xp)
+        if not self._backward_from_start:
+            for node in nodes:
+                adding.reserve(*[bottom.shape for bottom, adds in zip(node.bottoms, node.adds, strict=True) if adds])
+                params.reserve(*[blob.shape for blob in node.layer.blobs])
+        start = len(self._graph.nodes) + 1
+        self._steps = [self._step(start + i, node, adding, params) for i, node in enumerate(nodes)]
+        self._loss_diffs = [(self._diff(blob), weight) for blob, weight in self._losses]
+        self._zero_diffs = [self._diff(self._homes[value.home]) for value in self._graph.zeroed]
         return self._steps
 
-    def _step(self, node: Node, adding: Scratch, params: Scratch) -> _Step:
-        parts = iter(adding.arrays(*[b.shape for b, adds in zip(node.bottoms, node.adds, strict=True) if adds]))
+    @staticmethod
+    def _diff(blob: Blob) -> Array:
+        """The gradient's array, whosever numbers it holds."""
+        return blob.device_diff if blob._diff is None else blob._diff
+
+    def _step(self, time: int, node: Node, adding: Scratch, params: Scratch) -> _Step:
+        added = [b.shape for b, adds in zip(node.bottoms, node.adds, strict=True) if adds]
+        shapes = [blob.shape for blob in node.layer.blobs]
+        if self._backward_from_start:
+            wanted, array = self._lifetimes, self._layout.array
+            parts = iter([array(i, shape) for i, shape in zip(wanted.adding[node], added, strict=True)])
+            spaces = [array(i, shape) for i, shape in zip(wanted.sums[node], shapes, strict=True)]
+        else:
+            parts, spaces = iter(adding.arrays(*added)), params.arrays(*shapes)
         bottom_diffs: list[Array | None] = []
         sums = []
         for bottom, propagates, adds in zip(node.bottoms, node.propagate, node.adds, strict=True):
-            diff = self._homes[bottom.home].device_diff if propagates else None
+            diff = self._diff(self._homes[bottom.home]) if propagates else None
             if adds:
                 part = next(parts)
                 sums.append((diff, part))
                 diff = part
             bottom_diffs.append(diff)
-        spaces = params.arrays(*[blob.shape for blob in node.layer.blobs])
-        wanted = list(zip(node.layer.blobs, spaces, node.param_gradients, strict=True))
+        given = list(zip(node.layer.blobs, spaces, node.param_gradients, strict=True))
         return _Step(
+            time,
             node.layer,
             self._data(node.bottoms),
             self._data(node.tops),
-            [self._homes[top.home].device_diff for top in node.tops],
+            [self._diff(self._homes[top.home]) for top in node.tops],
             bottom_diffs,
             sums,
-            [space if wants else None for _, space, wants in wanted],
-            [(blob.device_diff, space) for blob, space, wants in wanted if wants],
+            [space if wants else None for _, space, wants in given],
+            [(self._diff(blob), space) for blob, space, wants in given if wants],
         )
 
 
 def _tops(graph: Graph) -> list[Any]:
     return [top for node in graph.nodes for top in node.tops]
-
-
-def _shared(layer: Layer, index: int, spec: Any, shape: Shape, blob: Blob, owner: str) -> Blob:
-    """The blob of a shared parameter as its second layer sees it."""
-    if blob.shape == shape:
-        return blob
-    permissive = spec.share_mode == 1
-    if not permissive or blob.count != int(np.prod(shape)):
-        raise layer.error(
-            f"shared parameter {spec.name!r} (index {index}) does not have the shape of its owner",
-            expected=f"{blob.shape}, as in {owner}" + (" (or as many values)" if permissive else ""),
-            found=shape,
-        )
-    return Blob(shape, blob.xp, blob.device_data.reshape(shape), blob.device_diff.reshape(shape))

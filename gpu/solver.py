@@ -39,6 +39,7 @@ class Solver:
     backend: name or Backend of the nets; ``auto`` by default.
     input_shapes, test_input_shapes: shapes of the tops of data layers, ``{top: shape}``.
     seed: overrides the solver's ``random_seed`` (initial values, dropout).
+    reuse: whether the blobs of its nets share memory (see Net).
     net_root: folder that relative net paths start from; without it the working directory, then the solver's folder.
 
     ``net``: the net in phase TRAIN. ``test_nets``: nets in phase TEST that share its parameters' memory. ``iter``:
@@ -57,7 +58,9 @@ class Solver:
         test_input_shapes: Shapes | None = None,
         seed: int | None = None,
         net_root: str | os.PathLike[str] | None = None,
+        reuse: bool = False,
     ) -> None:
+        self._reuse = reuse
         self.param = caffe_pb2.SolverParameter()
         self.where = read_message(prototxt, self.param)
         self.backend = select_backend(backend or "auto")
@@ -241,6 +244,7 @@ class Solver:
             backend=self.backend,
             input_shapes=input_shapes,
             seed=self.seed,
+            reuse=self._reuse,
         )
 
     def _train_source(self) -> Any:

@@ -117,6 +117,29 @@ def wire(filtered: FilteredNet, build: Callable[[Any], Layer]) -> Graph:
     return Graph(nodes, faces, inputs, outputs, zeroed)
 
 
+def reshape(graph: Graph) -> None:
+    """Work all shapes out anew, from those that the input layers give now. Parameters must keep theirs.
+
+    Raises what the layers raise, and LayerError naming the layer whose parameters or in-place output would not fit;
+    the graph is then partly changed, and another call with the old inputs puts it right.
+    """
+    for node in graph.nodes:
+        layer = node.layer
+        before = [wanted.shape for wanted in layer.param_shapes]
+        shapes = layer.shapes([bottom.shape for bottom in node.bottoms])
+        after = [wanted.shape for wanted in layer.param_shapes]
+        if before != after:
+            raise layer.error(
+                "its parameters cannot follow the size of its input",
+                expected=f"parameters {before}",
+                found=f"{after} for inputs {[bottom.shape for bottom in node.bottoms]}",
+                hint="a layer before it must give one size: global_pooling, SPP, or a crop of the images",
+            )
+        for i, (top, shape) in enumerate(zip(node.tops, shapes, strict=True)):
+            _check_top(node, i, top.name, shape)
+            top.shape = shape
+
+
 def _is_input(node: Node) -> bool:
     return isinstance(node.layer, Source) and node.layer.type != "DummyData"
 
@@ -157,15 +180,7 @@ def _add_tops(node: Node, shapes: list[Shape], latest: dict[str, Value]) -> None
     if weights and len(weights) != len(spec.top):
         raise layer.error("loss_weight must be given once per top", expected=len(spec.top), found=len(weights))
     for i, (name, shape) in enumerate(zip(spec.top, shapes, strict=True)):
-        if any(size < 1 for size in shape):
-            raise layer.error(f"top {name!r} would be empty", found=shape)
-        in_place = i < len(spec.bottom) and spec.bottom[i] == name
-        if in_place and (not layer.in_place or shape != node.bottoms[i].shape):
-            raise layer.error(
-                f"cannot write its output over its input {name!r}",
-                expected=f"another top than its bottom, of shape {shape}",
-                found=f"bottom and top are both {name!r}, bottom shape {node.bottoms[i].shape}",
-            )
+        in_place = _check_top(node, i, name, shape)
         if not in_place and name in latest:
             raise PrototxtError(
                 f"blob {name!r} is produced twice",
@@ -177,6 +192,21 @@ def _add_tops(node: Node, shapes: list[Shape], latest: dict[str, Value]) -> None
         latest[name] = Value(name, shape, node, weight)
         node.tops.append(latest[name])
         node.in_place.append(in_place)
+
+
+def _check_top(node: Node, i: int, name: str, shape: Shape) -> bool:
+    """Whether top ``i`` is written over its input; LayerError where it is empty, or may not be."""
+    spec, layer = node.layer.spec, node.layer
+    if any(size < 1 for size in shape):
+        raise layer.error(f"top {name!r} would be empty", found=shape)
+    in_place = i < len(spec.bottom) and spec.bottom[i] == name
+    if in_place and (not layer.in_place or shape != node.bottoms[i].shape):
+        raise layer.error(
+            f"cannot write its output over its input {name!r}",
+            expected=f"another top than its bottom, of shape {shape}",
+            found=f"bottom and top are both {name!r}, bottom shape {node.bottoms[i].shape}",
+        )
+    return in_place
 
 
 def _find_gradients(nodes: list[Node], force: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from pipeline import checkpoint, runfolder
 from pipeline.checkpoint import Snapshot
 from pipeline.config import Config, Phase
 from pipeline.display import Display
+from pipeline.memorylog import MemoryLog
 from pipeline.records import RecordLog
 from pipeline.signals import StopRequest
 from profiler import hashing, recorder, store
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from gpu.backend import Backend
     from gpu.net import ParamShapesError
     from pipeline.feed import Batch, Feed
+
+
+_log = logging.getLogger(__name__)
 
 
 class NoSolver:
@@ -140,6 +145,13 @@ class Job:
         self.recorder.fingerprint(self.step, "loss", hashing.ordered(np.float32(loss).tobytes()))
         record_params(self.recorder, self.step, self.solver.net)
 
+    def note_memory(self) -> None:
+        """Log what the nets of this process use of memory after the step."""
+        if self._memory is not None:
+            from gpu.arena import blocks
+
+            self._memory.add(self.step, blocks(self.device.backend.xp).usage())
+
     def show(self, batch_size: int, loss: float) -> None:
         """Progress on the terminal."""
         self.last_loss = None if self.config.only_feeds else loss
@@ -201,6 +213,8 @@ class Job:
             self.feed.remember_bad(self._start.sidecar.get("position", {}).get("bad_records", ()))
         self.solver: Any = NoSolver() if config.only_feeds else self._open_solver(backend)
         self._records = stack.enter_context(contextlib.closing(RecordLog(self.folder, self.recorder)))
+        watched = config.profile.detail != "off" and not config.only_feeds
+        self._memory = stack.enter_context(contextlib.closing(MemoryLog(self.folder))) if watched else None
         # Here and not at their first batch: that the workers had to start is no part of a step or of a test.
         for feed in self._feeds:
             feed.warm_up(lambda: bool(self.stop))
@@ -280,12 +294,27 @@ class Job:
                 input_shapes=shapes,
                 test_input_shapes=test_shapes,
                 seed=None if param.random_seed >= 0 else config.run.seed,
+                reuse=config.profile.fingerprints != "layer",  # those look at every blob after the step
             )
         except ParamShapesError as error:
             raise self._other_samples(error) from error
+        self._describe(solver)
         if self._start is not None:
             solver.restore(self._start.state, weights=self._start.weights)
         return solver
+
+    def _describe(self, solver: Any) -> None:
+        """With ``run.log_level: debug``: each layer's shapes, memory, fillers and initial values, as notes and lines."""
+        if not _log.isEnabledFor(logging.DEBUG):
+            return
+        from gpu.describe import describe, line
+
+        for net in (solver.net, *solver.test_nets):
+            for row in describe(net):
+                _log.debug("%s", line(row))
+                self.recorder.note("layer", **row)
+            plan = net.memory_plan()
+            _log.debug("%s %s: %s", net.phase, net.name, plan.table().splitlines()[-1])
 
     def _other_samples(self, error: ParamShapesError) -> StallscopeError:
         """The same error in terms of the two data sets, where it is they that differ."""
@@ -322,12 +351,6 @@ class Job:
                 f"not supported in this version: data.{phase.lower()}.tail: partial with a net, which keeps one size",
                 expected="tail: wrap or drop, or a batch that divides the number of records",
                 found=f"{feed.records} records in batches of {batch}: the last one has {feed.records % batch}",
-            )
-        if feed.sizes_change:
-            raise UsageError(
-                f"the records of data.{phase.lower()} have different sizes, and a net keeps one",
-                expected="data.transform.crop, or records of one size",
-                hint="set data.transform.crop, or convert with --resize; a feed without a net takes any size",
             )
         net = str(self.config.net)
         layers = data_layers(net, phase)

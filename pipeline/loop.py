@@ -38,6 +38,7 @@ def train(job: Job) -> None:
 
             with record.span(Stage.HOST, step=step, flags=Flag.PROFILER):
                 job.fingerprint_outcome(loss)
+                job.note_memory()
             with record.span(Stage.HOST, step=step):
                 job.show(whole.items, loss)
             job.step = step + 1

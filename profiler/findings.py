@@ -9,6 +9,7 @@ import numpy as np
 
 from profiler.events import Flag, Kind, Stage
 from profiler.finding import Finding
+from profiler.growth import MIB, classify
 from profiler.stalls import Attribution
 from profiler.store import Run
 from profiler.timeline import PART, Timeline
@@ -16,7 +17,7 @@ from profiler.timeline import PART, Timeline
 _LOST = "worker_lost"
 _SILENT = "worker_silent"
 _BAD = ("bad_record", "bad_records")
-_QUIET = ("closed", "gc_short", *_BAD)
+_QUIET = ("closed", "gc_short", "layer", *_BAD)
 _SELF = ("note", "t_ns", "wall_ns", "process", "name", "role", "actor", "pid")
 _MANY = 20
 
@@ -67,8 +68,8 @@ def outcome(run: Run) -> str:
 def collect(run: Run, events: np.ndarray, timeline: Timeline, attribution: Attribution) -> tuple[Finding, ...]:
     """All findings of a run, the gravest first. ``events``: EVENT[n] of all processes."""
     found = [
-        *_end(run, timeline), *_faults(run, events), *_silent(run), *_bad_records(run), *_notes(run),
-        *_record(run, timeline, attribution),
+        *_end(run, timeline), *_faults(run, events), *_silent(run), *_bad_records(run), *_growth(run),
+        *_notes(run), *_record(run, timeline, attribution),
     ]  # fmt: skip
     rank = {"fault": 0, "warning": 1, "info": 2}
     return tuple(sorted(found, key=lambda finding: rank[finding.level]))
@@ -160,6 +161,31 @@ def _bad_records(run: Run) -> list[Finding]:
             text += f". Samples concerned: {shown}" + (", ..." if len(epochs) > _MANY else "")
         first = next(iter(records.values()), {}).get("step")
         found.append(Finding("bad_records", "warning", text + ".", first if isinstance(first, int) else None))
+    return found
+
+
+def _growth(run: Run) -> list[Finding]:
+    """Processes whose nets take more and more memory, with what that looks like."""
+    found: list[Finding] = []
+    table = run.memory
+    if not table.num_rows:
+        return found
+    process = np.asarray(table.column("process").to_pylist())
+    columns = {name: table.column(name).to_numpy() for name in table.column_names if name != "process"}
+    for who in sorted(set(process.tolist())):
+        mine = {name: values[process == who] for name, values in columns.items()}
+        free = None if (mine["largest_free"] < 0).any() else mine["largest_free"]
+        judged = classify(mine["step"], mine["used"], mine["reserved"], free, mine["live_blobs"])
+        if judged.verdict in (None, "steady"):
+            continue
+        seen = judged.evidence
+        figures = ", ".join(
+            f"{name} {seen[f'{name}_first'] / MIB:,.1f} to {seen[f'{name}_last'] / MIB:,.1f} MiB"
+            for name in ("used", "reserved")
+        )
+        text = f"Memory of {who} grows, which looks like {judged.verdict}: {judged.reason} ({figures}). {judged.remedy}"
+        level = "info" if judged.verdict == "cache" else "warning"
+        found.append(Finding("memory_growth", level, text))
     return found
 
 

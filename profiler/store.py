@@ -29,6 +29,7 @@ _PROCESSES = b"stallscope.processes"
 _OF_EVENTS = ("process", "name", "role", "pid")
 _OF_FINGERPRINTS = ("process", "role", "actor")
 _OF_SAMPLES = ("process", "host")
+_OF_MEMORY = ("process",)
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Run:
         (dictionaries) and ``actor``.
     samples: columns of :data:`profiler.streams.SAMPLES` (metric as a dictionary), then ``process`` (the sampling one)
         and ``host`` (dictionaries).
+    memory: columns of :data:`profiler.streams.MEMORY`, then ``process``.
     processes: what each process said of itself: name, role, actor, pid, host, boot_id, monotonic_ns, wall_ns, detail
         and ``closed``, which is False for one that was killed or still runs.
     problems: a sentence for each torn, missing or unreadable part.
@@ -58,6 +60,7 @@ class Run:
     notes: list[dict[str, Any]]
     fingerprints: pa.Table
     samples: pa.Table
+    memory: pa.Table = field(default_factory=lambda: streams.MEMORY.empty_table())
     processes: dict[str, dict[str, Any]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -95,6 +98,7 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
         notes=_load_notes(path / "events", processes, problems),
         fingerprints=fingerprints,
         samples=samples,
+        memory=_load_streams(path / "memory", streams.MEMORY, _OF_MEMORY, problems),
         processes=processes,
         problems=problems,
     )

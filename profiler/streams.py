@@ -38,6 +38,10 @@ SAMPLES = pa.schema([("t_ns", pa.int64()), ("pid", pa.int64()), ("metric", pa.st
 """Columns of a sample stream, one row per reading: t_ns is ``time.monotonic_ns``, pid 0 stands for the host."""
 
 
+MEMORY = pa.schema([(name, pa.int64()) for name in ("step", "t_ns", "used", "reserved", "largest_free", "live_blobs")])
+"""Columns of a memory stream, one row per step: bytes, -1 where there is no reading."""
+
+
 class StreamFile:
     """One stream being written. ``lazy`` creates the file at the first row."""
 

@@ -11,6 +11,7 @@ _MODULES = (
     "affine",
     "arrange",
     "convolution",
+    "data",
     "dense",
     "functions",
     "log_loss",

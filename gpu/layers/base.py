@@ -30,7 +30,8 @@ class LayerError(StallscopeError):
 class Scratch:
     """Work space that layers share, since only one of them runs at a time.
 
-    Layers reserve while shapes are worked out; one buffer of the largest demand is made afterwards.
+    Layers reserve while shapes are worked out. A net gives each layer a Scratch of its own and a place in its block for
+    it (:meth:`place`); without one, a buffer of the largest demand is made at the first use.
     """
 
     def __init__(self, xp: ModuleType) -> None:
@@ -46,6 +47,14 @@ class Scratch:
     def count(self) -> int:
         """Number of float32 values that were asked for at one time."""
         return self._count
+
+    def clear(self) -> None:
+        """Forget what was asked for, before shapes are worked out anew."""
+        self._count, self._buffer = 0, None
+
+    def place(self, buffer: Array) -> None:
+        """Use this flat float32 array."""
+        self._buffer = buffer
 
     def arrays(self, *shapes: Shape) -> list[Array]:
         """Views of the buffer, one after the other; their contents are whatever the last user left."""
@@ -115,6 +124,7 @@ class Layer(ABC):
         self.xp = context.xp
         self.param_shapes: list[ParamShape] = []
         self.blobs: list[Blob] = []
+        self._kept: dict[str, Array] = {}
         self.setup()
 
     def setup(self) -> None:  # noqa: B027 - most layers have nothing to do here
@@ -125,7 +135,26 @@ class Layer(ABC):
         """Shapes of the tops; sets ``param_shapes``, reserves scratch. Raise LayerError for inputs that do not fit."""
 
     def allocate(self) -> None:  # noqa: B027 - most layers keep nothing
-        """Make the arrays of the layer's own that live from forward to backward; shapes are known."""
+        """Make the arrays of the layer's own that live from forward to backward; shapes are known.
+
+        Called again after every change of shapes: take the arrays from :meth:`keep`, which makes new ones only where
+        they grow.
+        """
+
+    def keep(self, name: str, shape: Shape, dtype: Any = np.float32) -> Array:
+        """A zeroed array of the layer's own, by name; its memory is used again when shapes change."""
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        memory = self._kept.get(name)
+        if memory is None or memory.size < nbytes:
+            memory = self._kept[name] = self.xp.zeros(nbytes, np.uint8)
+        else:
+            memory[:nbytes] = 0
+        return memory[:nbytes].view(dtype).reshape(shape)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the arrays from :meth:`keep`."""
+        return sum(int(memory.nbytes) for memory in self._kept.values())
 
     @abstractmethod
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:

@@ -148,17 +148,19 @@ class EuclideanLoss(Layer):
         if a[:1] != b[:1] or math.prod(a) != math.prod(b):
             raise self.error("inputs must have as many images and values", expected=a, found=b)
         self._shape = a
+        self.context.scratch.reserve(a)
         return [()]
 
     def allocate(self) -> None:
-        self._difference = self.xp.zeros(self._shape, np.float32)
+        self._difference = self.keep("difference", self._shape)
 
     def reads_bottom(self) -> bool:
         return False
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
         self.xp.subtract(bottoms[0], bottoms[1].reshape(self._shape), out=self._difference)
-        square = self._difference * self._difference
+        (square,) = self.context.scratch.arrays(self._shape)
+        self.xp.multiply(self._difference, self._difference, out=square)
         tops[0][...] = square.sum() / np.float32(2 * self._shape[0])
 
     def backward(
@@ -196,10 +198,15 @@ class Accuracy(Layer):
             raise self.error(
                 "top_k is out of range", expected=f"1 to {self._labels.classes} classes", found=self._top_k
             )
+        view, row = self._labels.view, self._labels.row
+        self.context.scratch.reserve(view, view, row, row)
         return [(), (self._labels.classes,)][: len(self.spec.top)]
 
     def allocate(self) -> None:
         self._labels.allocate()
+        self._right = self.keep("right", self._labels.row, bool)
+        # float64: a float32 cannot count beyond 2^24 labels.
+        self._hits, self._seen = (self.keep(name, (self._labels.classes,), np.float64) for name in ("hits", "seen"))
 
     def reads_bottom(self) -> bool:
         return False
@@ -208,16 +215,27 @@ class Accuracy(Layer):
         xp = self.xp
         scores = bottoms[0].reshape(self._labels.view)
         self._labels.read(bottoms[1])
-        index, valid = self._labels.index, self._labels.valid
-        own = xp.take_along_axis(scores, index, axis=1)
+        labels, view, row = self._labels, self._labels.view, self._labels.row
+        room, spare, own, rank = self.context.scratch.arrays(view, view, row, row)
+        flags = as_flags(room)
+        labels.pick(scores, labels.one_hot(flags), spare, out=own)
         # Its own score is among those that are not below it, so exactly one at rank 1.
-        right = (~(scores < own)).sum(axis=1, keepdims=True) <= self._top_k
-        counted = xp.ones_like(right) if valid is None else valid
-        right &= counted
-        total = int(counted.sum())
+        xp.less(scores, own, out=flags)
+        xp.logical_not(flags, out=flags)
+        xp.sum(flags, axis=1, keepdims=True, out=rank)
+        right = self._right
+        xp.less_equal(rank, self._top_k, out=right)
+        if labels.valid is not None:
+            right &= labels.valid
+        count = labels.count()
+        total = labels.outer * labels.inner if count is None else count
         tops[0][...] = np.float32(int(right.sum()) / total if total else 0)
         if len(tops) > 1:
-            classes = self._labels.classes
-            hits = xp.bincount(index[right], minlength=classes)
-            seen = xp.bincount(index[counted], minlength=classes)
-            tops[1][...] = hits / xp.maximum(seen, 1)
+            hits, seen = self._hits, self._seen
+            one_hot = labels.one_hot(flags)
+            xp.sum(one_hot, axis=(0, 2), out=seen)
+            one_hot &= right
+            xp.sum(one_hot, axis=(0, 2), out=hits)
+            xp.maximum(seen, 1.0, out=seen)
+            hits /= seen
+            tops[1][...] = hits

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from gpu.fillers import name_key
-from gpu.layers.base import Array, Layer, Shape, register
+from gpu.layers.base import Array, Layer, Shape, as_flags, register
+from gpu.philox import dropout_mask
 
 _DROPOUT_STREAM = 3
+_CHUNK = 16_384
+"""Mask values drawn at a time: a temporary of 64 KiB, whatever the size of the blob."""
 
 
 class Pointwise(Layer):
@@ -22,6 +25,11 @@ class Pointwise(Layer):
         self._shape = bottoms[0]
         return [bottoms[0]]
 
+    def _room(self) -> Array:
+        """Work space of the input's shape, where ``shapes`` reserved it."""
+        (room,) = self.context.scratch.arrays(self._shape)
+        return room
+
 
 @register("ReLU")
 class ReLU(Pointwise):
@@ -30,8 +38,14 @@ class ReLU(Pointwise):
     def setup(self) -> None:
         self._slope = np.float32(self.spec.relu_param.negative_slope)
 
-    def allocate(self) -> None:
-        self._mask = self.xp.zeros(self._shape, bool)
+    def shapes(self, bottoms: Sequence[Shape]) -> list[Shape]:
+        self.context.scratch.reserve(*[bottoms[0]] * (1 if self._slope == 0 else 2))
+        return super().shapes(bottoms)
+
+    def _flags_and_rest(self) -> tuple[Array, Array]:
+        """Work space for a bool and a number for each value."""
+        flags, rest = self.context.scratch.arrays(self._shape, self._shape)
+        return as_flags(flags), rest
 
     def reads_bottom(self) -> bool:
         return bool(self._slope < 0)  # otherwise the output has the sign of the input
@@ -44,7 +58,13 @@ class ReLU(Pointwise):
         if self._slope == 0:
             self.xp.maximum(x, np.float32(0), out=y)
         else:
-            y[...] = self.xp.where(x > 0, x, x * self._slope)
+            negative, rest = self._flags_and_rest()
+            self.xp.multiply(x, self._slope, out=rest)
+            self.xp.greater(x, 0, out=negative)
+            self.xp.logical_not(negative, out=negative)  # so that NaN is there, too
+            if y is not x:
+                y[...] = x
+            self.xp.copyto(y, rest, where=negative)
 
     def backward(
         self,
@@ -57,16 +77,28 @@ class ReLU(Pointwise):
         dy, dx = top_diffs[0], bottom_diffs[0]
         if dx is None:
             return
-        self.xp.greater(bottoms[0] if self.reads_bottom() else tops[0], 0, out=self._mask)
+        source = bottoms[0] if self.reads_bottom() else tops[0]
         if self._slope == 0:
-            self.xp.multiply(dy, self._mask, out=dx)
+            positive = as_flags(self._room())
+            self.xp.greater(source, 0, out=positive)
+            self.xp.multiply(dy, positive, out=dx)
         else:
-            dx[...] = self.xp.where(self._mask, dy, dy * self._slope)
+            negative, rest = self._flags_and_rest()
+            self.xp.greater(source, 0, out=negative)
+            self.xp.logical_not(negative, out=negative)
+            self.xp.multiply(dy, self._slope, out=rest)
+            if dx is not dy:
+                dx[...] = dy
+            self.xp.copyto(dx, rest, where=negative)
 
 
 @register("Sigmoid")
 class Sigmoid(Pointwise):
     """y = 1 / (1 + exp(-x)), by way of tanh, which cannot overflow."""
+
+    def shapes(self, bottoms: Sequence[Shape]) -> list[Shape]:
+        self.context.scratch.reserve(bottoms[0])
+        return super().shapes(bottoms)
 
     def reads_bottom(self) -> bool:
         return False
@@ -90,13 +122,19 @@ class Sigmoid(Pointwise):
         param_diffs: Sequence[Array | None],
     ) -> None:
         if bottom_diffs[0] is not None:
-            y = tops[0]
-            self.xp.multiply(top_diffs[0], y * (np.float32(1) - y), out=bottom_diffs[0])
+            y, slope = tops[0], self._room()
+            self.xp.subtract(np.float32(1), y, out=slope)
+            slope *= y
+            self.xp.multiply(top_diffs[0], slope, out=bottom_diffs[0])
 
 
 @register("TanH")
 class TanH(Pointwise):
     """y = tanh(x)."""
+
+    def shapes(self, bottoms: Sequence[Shape]) -> list[Shape]:
+        self.context.scratch.reserve(bottoms[0])
+        return super().shapes(bottoms)
 
     def reads_bottom(self) -> bool:
         return False
@@ -116,8 +154,10 @@ class TanH(Pointwise):
         param_diffs: Sequence[Array | None],
     ) -> None:
         if bottom_diffs[0] is not None:
-            y = tops[0]
-            self.xp.multiply(top_diffs[0], np.float32(1) - y * y, out=bottom_diffs[0])
+            y, slope = tops[0], self._room()
+            self.xp.multiply(y, y, out=slope)
+            self.xp.subtract(np.float32(1), slope, out=slope)
+            self.xp.multiply(top_diffs[0], slope, out=bottom_diffs[0])
 
 
 @register("Power")
@@ -131,12 +171,21 @@ class Power(Pointwise):
     def reads_bottom(self) -> bool:
         return self._power not in (0, 1)
 
-    def _base(self, x: Array) -> Array:
-        return x * self._scale + self._shift
+    def shapes(self, bottoms: Sequence[Shape]) -> list[Shape]:
+        self.context.scratch.reserve(bottoms[0])
+        return super().shapes(bottoms)
+
+    def _base(self, x: Array, out: Array) -> None:
+        self.xp.multiply(x, self._scale, out=out)
+        out += self._shift
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
-        base = self._base(bottoms[0])
-        tops[0][...] = base if self._power == 1 else base * base if self._power == 2 else base**self._power
+        y = tops[0]
+        self._base(bottoms[0], y)
+        if self._power == 2:
+            self.xp.multiply(y, y, out=y)
+        elif self._power != 1:
+            self.xp.power(y, self._power, out=y)
 
     def backward(
         self,
@@ -152,9 +201,12 @@ class Power(Pointwise):
         if not self.reads_bottom():
             self.xp.multiply(top_diffs[0], factor, out=bottom_diffs[0])
             return
-        base = self._base(bottoms[0])
-        slope = base if self._power == 2 else base ** (self._power - np.float32(1))
-        self.xp.multiply(top_diffs[0], factor * slope, out=bottom_diffs[0])
+        slope = self._room()
+        self._base(bottoms[0], slope)
+        if self._power != 2:
+            self.xp.power(slope, self._power - np.float32(1), out=slope)
+        slope *= factor
+        self.xp.multiply(top_diffs[0], slope, out=bottom_diffs[0])
 
 
 @register("Dropout")
@@ -174,20 +226,32 @@ class Dropout(Pointwise):
 
     def allocate(self) -> None:
         if self._active:
-            self._mask = self.xp.zeros(self._shape, np.float32)
+            self._mask = self.keep("mask", self._shape)
+            if self.xp is not np:
+                self._host = np.zeros(self._shape, np.float32)
 
     def reads_bottom(self) -> bool:
         return False
 
     def _draw(self) -> None:
         """One mask value per item, 0 or 1 / (1 - ratio)."""
-        count = math.prod(self._shape)
+        count, context = math.prod(self._shape), self.context
+        if context.compiled:
+            below, value = np.uint64(int(self._ratio * 2**32)), np.float32(1 / (1 - self._ratio))
+            rest = (np.uint64(_DROPOUT_STREAM), np.uint64(context.iteration), np.uint64(context.shard))
+            dropout_mask(self._mask.reshape(-1), below, value, self._key[0], self._key[1], *rest)
+            return
         counter = np.array([0, _DROPOUT_STREAM, self.context.iteration, self.context.shard], np.uint64)
-        words = np.random.Philox(key=self._key, counter=counter).random_raw((count + 1) // 2)
-        halves = words.astype("<u8", copy=False).view("<u4")[:count]
-        kept = halves >= np.uint32(self._ratio * 2**32)
-        values = np.multiply(kept, np.float32(1 / (1 - self._ratio)), dtype=np.float32).reshape(self._shape)
-        self._mask[...] = values if self.xp is np else self.xp.asarray(values)
+        draws = np.random.Philox(key=self._key, counter=counter)
+        limit, kept = np.uint32(self._ratio * 2**32), np.float32(1 / (1 - self._ratio))
+        mask = (self._mask if self.xp is np else self._host).reshape(-1)
+        for start in range(0, count, _CHUNK):  # a piece at a time: the library has no way to draw into an array
+            part = mask[start : start + _CHUNK]
+            words = draws.random_raw((part.size + 1) // 2)
+            halves = words.astype("<u8", copy=False).view("<u4")[: part.size]
+            np.multiply(halves >= limit, kept, out=part)
+        if self.xp is not np:
+            self._mask.set(self._host)
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
         if self._active:

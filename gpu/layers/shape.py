@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gpu.fillers import fill
-from gpu.layers.base import Array, Layer, Shape, register
+from gpu.layers.base import Array, Layer, Shape, as_flags, register
 
 _PROD, _SUM = 0, 1
 
@@ -229,9 +229,13 @@ class Eltwise(Layer):
         self.context.scratch.reserve(self._shape)
         return [bottoms[0]]
 
+    def _flags(self) -> Array:
+        (room,) = self.context.scratch.arrays(self._shape)
+        return as_flags(room)
+
     def allocate(self) -> None:
         if self._operation not in (_PROD, _SUM):
-            self._winner = self.xp.zeros(self._shape, np.int32)
+            self._winner = self.keep("winner", self._shape, np.int32)
 
     def reads_bottom(self) -> bool:
         return self._operation == _PROD
@@ -249,14 +253,18 @@ class Eltwise(Layer):
                 xp.multiply(x, coefficient, out=part)
                 y += part
         else:
-            self._winner[...] = bottoms[0] <= bottoms[1]
-            for i, x in enumerate(bottoms[2:], 2):
-                best = xp.where(self._winner == 1, bottoms[1], bottoms[0]) if i == 2 else y
-                y[...] = best
-                self._winner[x > y] = i
-                xp.maximum(x, y, out=y)
+            flags = self._flags()
+            xp.less_equal(bottoms[0], bottoms[1], out=flags)
+            self._winner[...] = flags
             if len(bottoms) == 2:
                 xp.maximum(bottoms[0], bottoms[1], out=y)
+                return
+            y[...] = bottoms[0]
+            xp.copyto(y, bottoms[1], where=flags)
+            for i, x in enumerate(bottoms[2:], 2):
+                xp.greater(x, y, out=flags)
+                xp.copyto(self._winner, np.int32(i), where=flags)
+                xp.maximum(x, y, out=y)
 
     def backward(
         self,
@@ -279,7 +287,9 @@ class Eltwise(Layer):
                     if j != i:
                         dx *= x
             else:
-                self.xp.multiply(dy, self._winner == i, out=dx)
+                flags = self._flags()
+                self.xp.equal(self._winner, i, out=flags)
+                self.xp.multiply(dy, flags, out=dx)
 
 
 class Source(Layer):

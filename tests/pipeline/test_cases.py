@@ -22,7 +22,7 @@ from pipeline.run import run
 from pipeline.settings import load
 from pipeline.spec import FeedSpec, TransformSpec
 from profiler import report, store
-from profiler.errors import StallscopeError, UsageError
+from profiler.errors import StallscopeError
 from profiler.recorder import Recorder
 from tests.pipeline.build import commit, encoded, picture, raw, write_lmdb, write_mean
 from tests.pipeline.test_crew import engine
@@ -98,7 +98,7 @@ def test_one_record_of_300_x_237_among_300_x_300(tmp_path: Path) -> None:
             np.testing.assert_array_equal(sent.data[0], picture(sent.step, shape))
 
 
-def test_a_net_takes_one_size_even_one_at_a_time(tmp_path: Path) -> None:
+def test_a_net_that_needs_one_size_says_which_layer(tmp_path: Path) -> None:
     shapes = [(3, 20, 24), (3, 20, 23)]
     path = write_lmdb(tmp_path / "db", [raw(picture(i, shape), i) for i, shape in enumerate(shapes)])
     net = tmp_path / "net.prototxt"
@@ -113,7 +113,7 @@ def test_a_net_takes_one_size_even_one_at_a_time(tmp_path: Path) -> None:
             "--data.order.shuffle=none", f"--run.folder={tmp_path / 'run'}",
         ],
     )  # fmt: skip
-    with pytest.raises(UsageError, match=r"data\.train have different sizes"):
+    with pytest.raises(StallscopeError, match=r"layer 'ip' \(InnerProduct\): its parameters cannot follow"):
         run(config)
 
 
