@@ -13,13 +13,13 @@ import numpy as np
 from gpu import arena
 from gpu.backend import Backend, select_backend
 from gpu.blob import Blob
+from gpu.data_layers import DataLayer, data_layers_of
 from gpu.fields import build_layers
 from gpu.layers.base import Array, Context, Layer, LayerError, Scratch
 from gpu.layout import Layout
 from gpu.lifetimes import Lifetimes, lifetimes
 from gpu.memory import MemoryPlan, shortage
 from gpu.parameters import make_params
-from gpu.data_layers import DataLayer, data_layers_of
 from gpu.prototxt import filter_net, load_net
 from gpu.wiring import Graph, Node, reshape, wire
 from profiler.errors import StallscopeError, UsageError
@@ -129,9 +129,7 @@ class Net:
         if unknown:
             raise UsageError("input_shapes names blobs that are no inputs", expected=self.inputs, found=unknown)
         self.layers = [node.layer for node in self._graph.nodes]
-        self.data_layers: list[DataLayer] = [
-            data_layer(layer.spec, phase) for layer in self.layers if layer.type == "Data"
-        ]
+        self.data_layers: list[DataLayer] = data_layers_of(filtered)
         self._backward_from_start = phase == "TRAIN" or bool(message.force_backward)
         self._layout = Layout(self.xp, reuse=reuse, poison=poison)
         self._check_room()

@@ -27,37 +27,6 @@ class PrototxtError(StallscopeError):
 
 
 @dataclass(frozen=True)
-class Transform:
-    """``transform_param`` of a data layer; None stands for a field that the text does not mention."""
-
-    scale: float | None = None
-    mirror: bool | None = None
-    crop: int | None = None
-    mean_file: str | None = None
-    mean_value: tuple[float, ...] | None = None
-    force_color: bool | None = None
-    force_gray: bool | None = None
-
-
-@dataclass(frozen=True)
-class DataLayer:
-    """What a ``Data`` layer asks of the feed; None stands for a field that the text does not mention.
-
-    ``backend``: LMDB or LEVELDB, and None where the text is silent: then the folder decides, not Caffe's default.
-    ``unused``: fields given in the text that have no effect here (``rand_skip``, ``prefetch`` ...), to be warned about.
-    """
-
-    name: str
-    phase: str
-    tops: tuple[str, ...]
-    source: str | None
-    batch: int | None
-    backend: str | None
-    transform: Transform
-    unused: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class FilteredNet:
     """``net``: the layers that take part in this phase. ``excluded``: (layer, tops, reason) of the others."""
 
@@ -157,44 +126,6 @@ def filter_net(net: Any, phase: str, stages: tuple[str, ...] = (), level: int = 
         else:
             excluded.append((layer.name, tuple(layer.top), reason))
     return FilteredNet(kept, phase, tuple(excluded))
-
-
-def data_layers(
-    source: str | Path, phase: str = "TRAIN", stages: tuple[str, ...] = (), level: int = 0
-) -> list[DataLayer]:
-    """The ``Data`` layers of a net in one phase, without building the net. Raises PrototxtError."""
-    filtered = filter_net(load_net(source), phase, stages, level)
-    return [data_layer(layer, phase) for layer in filtered.net.layer if layer.type == "Data"]
-
-
-def data_layer(layer: Any, phase: str) -> DataLayer:
-    """What one ``Data`` layer message says."""
-    data, transform = layer.data_param, layer.transform_param
-    enum = type(data).DESCRIPTOR.fields_by_name["backend"].enum_type
-
-    def given(message: Any, field: str) -> Any:
-        return getattr(message, field) if message.HasField(field) else None
-
-    known = {"source", "batch_size", "backend"}
-    unused = tuple(f"data_param.{field.name}" for field, _ in data.ListFields() if field.name not in known)
-    return DataLayer(
-        name=layer.name,
-        phase=phase,
-        tops=tuple(layer.top),
-        source=given(data, "source"),
-        batch=given(data, "batch_size"),
-        backend=enum.values_by_number[data.backend].name if data.HasField("backend") else None,
-        transform=Transform(
-            scale=given(transform, "scale"),
-            mirror=given(transform, "mirror"),
-            crop=given(transform, "crop_size"),
-            mean_file=given(transform, "mean_file"),
-            mean_value=tuple(transform.mean_value) or None,
-            force_color=given(transform, "force_color"),
-            force_gray=given(transform, "force_gray"),
-        ),
-        unused=unused,
-    )
 
 
 def _text(source: str | Path) -> tuple[str, str]:

@@ -39,6 +39,18 @@ def find_class(spec: Any) -> type[PythonLayer]:
     )
 
 
+def find_data_class(spec: Any) -> type[PythonLayer] | None:
+    """The class of a layer that makes data, None for one that runs in the net. Raises LayerError."""
+    if spec.type == "Python":
+        cls: Any = find_class(spec)
+    else:
+        from gpu.layers import registry
+
+        import_module(spec)
+        cls = getattr(registry().get(spec.type), "user_class", None)
+    return cls if cls is not None and cls.makes_data else None
+
+
 def import_module(spec: Any) -> Any:
     """The module of a layer: from the working folder, or installed."""
     name = spec.python_param.module

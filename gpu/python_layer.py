@@ -208,9 +208,38 @@ class PythonLayer:
 
 
 class PythonDataLayer(PythonLayer):
-    """Base of Python layers that make batches. The feed's side runs them; in a net their tops are inputs."""
+    """Base of Python layers that make samples: sources of records, which worker processes read (docs/custom_layers.md).
+
+    A net never runs one: its tops are inputs. Before setup(), ``param_str``, ``name`` and ``phase`` are set. Each worker
+    makes an instance, and asks for samples in any order: a sample may depend on its index and ``param_str`` alone.
+    Chance belongs into ``data.transform.python``, which gets a generator.
+
+    ``batch``: samples in a batch, where neither configuration nor flags say it; may be set by setup().
+    """
 
     makes_data = True
+    batch: int | None = None
+
+    def setup(self) -> None:  # type: ignore[override]  # there are no blobs
+        """Once in each process: read ``param_str``, open what is needed."""
+
+    def __len__(self) -> int:
+        raise StallscopeError("there is no __len__()", hint="def __len__(self): return len(self.files)")
+
+    def read(self, index: int) -> tuple[np.ndarray, Any]:
+        """Sample ``index``, 0 .. len - 1, and its label.
+
+        The sample: uint8 or float32[C, H, W], or float32 of another rank, which is not transformed. The label: an
+        int, or float32[K]. Shapes are the same for all indices, unless a crop makes them so.
+        """
+        raise StallscopeError("there is no read()", hint="def read(self, index): return array, label")
+
+    def key(self, index: int) -> str:
+        """What errors and reports call the sample; its index unless told otherwise."""
+        return f"{index:08d}"
+
+    def close(self) -> None:
+        """Give back what setup() opened."""
 
 
 _T = TypeVar("_T", bound=type)

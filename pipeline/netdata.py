@@ -18,7 +18,7 @@ from pipeline.config import Config, Phase, validate
 from profiler.errors import UsageError
 
 if TYPE_CHECKING:
-    from gpu.prototxt import DataLayer
+    from gpu.data_layers import DataLayer
 
 _FOREIGN_DATA_LAYERS = ("ImageData", "HDF5Data", "WindowData", "DummyData")
 
@@ -131,7 +131,7 @@ def _check_shape_of_job(document: dict[str, Any], run: dict[str, Any]) -> None:
 
 def _data_layer(net: str, phase: Phase, given_source: str | None) -> DataLayer | None:
     """The layer of the net that loads data in a phase; None where the net has none."""
-    from gpu.prototxt import data_layers, filter_net, load_net
+    from gpu.data_layers import data_layers
 
     if given_source is None:
         for layer in filter_net(load_net(net), phase).net.layer:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gpu.prototxt import DataLayer, PrototxtError, Transform, data_layers, filter_net, load_net
+from gpu.data_layers import DataLayer, Transform, data_layers
+from gpu.prototxt import PrototxtError, filter_net, load_net
 from profiler.errors import UsageError
 
 LEGACY = Path(__file__).parents[1] / "data" / "legacy"

@@ -1,0 +1,28 @@
+"""Data layers that read files. In a net their tops are inputs, which the feed fills."""
+
+from __future__ import annotations
+
+import math
+
+from gpu.data_layers import data_layer
+from gpu.layers.base import Shape, register
+from gpu.layers.shape import Data
+
+
+@register("ImageData")
+class ImageData(Data):
+    """Image files that a list names, and their labels."""
+
+    def setup(self) -> None:
+        data_layer(self.spec, self.context.phase)  # what is wrong with the settings is told now
+
+
+@register("HDF5Data")
+class HDF5Data(ImageData):
+    """Rows of data sets in HDF5 files, one data set for each top."""
+
+    n_tops = (1, math.inf)
+
+    def default_shapes(self) -> list[Shape]:
+        shapes = super().default_shapes()
+        return shapes + [shapes[0][:1]] * (len(self.spec.top) - len(shapes))
