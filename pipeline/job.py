@@ -343,7 +343,8 @@ class Job:
 
     def _input_shapes(self, phase: Phase, feed: Feed) -> dict[str, tuple[int, ...]]:
         """Shapes of the net's inputs in a phase, and their names, which :meth:`_named` uses from then on."""
-        from gpu.prototxt import data_layers, filter_net, load_net
+        from gpu.data_layers import data_layers
+        from gpu.prototxt import filter_net, load_net
 
         tail, batch = self.config.source(phase).tail, feed.shape[0]
         if tail == "partial" and feed.records % batch:
