@@ -150,7 +150,7 @@ def build_layers(filtered: FilteredNet, context: Context) -> list[Layer]:
             errors.append(error)
             continue
         layers.append(layer)
-        if _caffe_reads_what_it_wrote(layer) and filtered.phase == "TRAIN":
+        if caffe_reads_what_it_wrote(layer) and filtered.phase == "TRAIN":
             notes[IN_PLACE].append(spec.name)
     if errors:
         raise _all(filtered.net.name, errors)
@@ -291,6 +291,7 @@ def _type_notes(spec: Any) -> Iterator[str]:
         yield "a large mvn_param.eps is in the output and not in the gradient, in Caffe and here"
 
 
-def _caffe_reads_what_it_wrote(layer: Layer) -> bool:
+def caffe_reads_what_it_wrote(layer: Layer) -> bool:
+    """Whether Caffe takes the gradient of this in-place layer from its output where its input is needed."""
     spec = layer.spec
     return spec.type in _READ_AFTER_WRITING and list(spec.bottom) == list(spec.top) and layer.reads_bottom()
