@@ -57,7 +57,7 @@ def ordered(array: Buffer) -> int:
     """Hash of a buffer's bytes (C order), sensitive to every bit and its position. Returns 0 <= hash < 2**64."""
     data = as_bytes(array)
     total = _sum_of_words(data, use_numba=_worth_compiling(data.nbytes))
-    return _finish(total, data.nbytes)
+    return finish(total, data.nbytes)
 
 
 def ordered_parts(parts: Iterable[Buffer]) -> int:
@@ -78,7 +78,7 @@ def multiset(rows: Buffer | Sequence[Buffer]) -> int:
     if rows.ndim == 0:
         raise StallscopeError("rows to hash must be an array with a first axis", expected="ndim >= 1", found="ndim 0")
     if rows.size == 0:
-        return len(rows) * _finish(0, 0) & _MASK
+        return len(rows) * finish(0, 0) & _MASK
     data = as_bytes(rows).reshape(len(rows), -1)
     return _sum_of_rows(data, use_numba=_worth_compiling(data.nbytes))
 
@@ -190,7 +190,8 @@ def _mix_int(x: int) -> int:
     return x ^ x >> 32
 
 
-def _finish(total: int, nbytes: int) -> int:
+def finish(total: int, nbytes: int) -> int:
+    """The ordered hash of ``nbytes`` bytes whose mixed words add up to ``total``, wherever they were added up."""
     return _mix_int((total + _mix_int(nbytes ^ LENGTH) & _MASK) ^ LENGTH)
 
 

@@ -60,7 +60,7 @@ def test_both_paths_follow_the_formula(data: bytes) -> None:
     view = hashing.as_bytes(data)
     expected = by_the_formula(data)
     for use_numba in (False, True):
-        assert hashing._finish(hashing._sum_of_words(view, use_numba=use_numba), len(data)) == expected
+        assert hashing.finish(hashing._sum_of_words(view, use_numba=use_numba), len(data)) == expected
 
 
 @pytest.mark.parametrize("nbytes", [8 * hashing._BLOCK - 8, 8 * hashing._BLOCK, 8 * hashing._BLOCK + 8, 300_003])
