@@ -10,6 +10,7 @@ and tells an absent label from label 0, which protobuf's plain attribute access 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -141,10 +142,12 @@ def serialize(
     label: int | None = None,
     float_data: ArrayLike | None = None,
     encoded: bool | None = None,
+    packed: bool = False,
 ) -> bytes:
     """The wire format of a Datum, byte for byte what Caffe's own tools write for the same fields.
 
-    A field that is None is left out. ``float_data`` is written unpacked, as the ``.proto`` of Caffe declares it.
+    A field that is None is left out. ``float_data`` is written unpacked, as the ``.proto`` of Caffe declares it, unless
+    ``packed``, which is shorter and faster, and which every reader takes.
 
     Raises
     ------
@@ -167,13 +170,24 @@ def serialize(
         _put_varint(out, _checked("label", label))
     if float_data is not None:
         numbers = np.ascontiguousarray(float_data, "<f4").reshape(-1)
-        packed = np.empty((len(numbers), _FLOAT_BYTES), np.uint8)
-        packed[:, 0] = _FLOAT_TAG
-        packed[:, 1:] = numbers.view(np.uint8).reshape(-1, 4)
-        out += packed.tobytes()
+        if packed:
+            out.append(6 << 3 | _BYTES)
+            _put_varint(out, numbers.nbytes)
+            out += numbers.data.cast("B")
+        else:
+            fields = np.empty((len(numbers), _FLOAT_BYTES), np.uint8)
+            fields[:, 0] = _FLOAT_TAG
+            fields[:, 1:] = numbers.view(np.uint8).reshape(-1, 4)
+            out += fields.tobytes()
     if encoded is not None:
         out += bytes((7 << 3 | _VARINT, bool(encoded)))
     return b"".join((head, payload, out))  # what may be large is copied once
+
+
+def three_sides(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Channels, height and width that stand for an array of any rank, whose values they keep in their order."""
+    first, second, *rest = (*shape, 1, 1)
+    return first, second, math.prod(rest)
 
 
 def _take_floats(view: memoryview, start: int, end: int, floats: bytearray) -> int:

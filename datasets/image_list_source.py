@@ -40,10 +40,6 @@ class ImageListSource(Source):
         self._opened()
 
     @property
-    def name(self) -> str:
-        return f"list {self.path}"
-
-    @property
     def notes(self) -> list[str]:
         """What a person should know about the list, though it can be used: repeated paths, negative labels."""
         return self._opened().notes

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from datasets.errors import DatasetCorrupt
 from datasets.source import Source, locate, open_source
 
 
@@ -68,7 +69,7 @@ class RawReader(ABC):
 
 
 class SourceReader(RawReader):
-    """What lies in memory has no pages to be damaged."""
+    """What lies in memory or in files of its own: each record can be read or cannot."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -76,8 +77,12 @@ class SourceReader(RawReader):
 
     def scan(self) -> Iterator[Stored | Lost]:
         for index in range(len(self.source)):
-            record = self.source.read(index)
-            yield Stored(record.key, record.value)
+            try:
+                record = self.source.read(index)
+            except DatasetCorrupt as error:
+                yield Lost(f"record {index}", error.what, self.source.key(index))
+            else:
+                yield Stored(record.key, record.value)
 
 
 def open_raw(path: str, *, backend: str | None = None, db: str | None = None) -> RawReader:
@@ -91,4 +96,4 @@ def open_raw(path: str, *, backend: str | None = None, db: str | None = None) ->
         from datasets.leveldb_raw import LevelDbReader
 
         return LevelDbReader(place)
-    return SourceReader(open_source(place))
+    return SourceReader(open_source(place, backend=None if kind == "memory" else kind, tolerant=True))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from pathlib import Path
 
 from datasets.errors import CurrentMissing, EmptyFolder, EmptyPath, NotADataset, SourceError, SourceMissing
 
 _LMDB_MAGIC = (0xBEEFC0DE).to_bytes(4, "little")
-_SIGNATURES = {b"\x89HDF\r\n\x1a\n": "HDF5", b"SQLite format 3": "SQLite", b"PK\x03\x04": "zip", b"\x1f\x8b": "gzip"}
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+_LINE_OF_LIST = re.compile(rb"\S.*[ \t][+-]?\d+")
+_SIGNATURES = {b"SQLite format 3": "SQLite", b"PK\x03\x04": "zip", b"\x1f\x8b": "gzip"}
 
 
 def sniff(path: str, wanted: str | None = None) -> tuple[str, str]:
-    """Absolute path and kind (``lmdb`` or ``leveldb``) of what lies at ``path``, by names and first bytes only.
+    """Absolute path and kind (``lmdb``, ``leveldb``, ``list``, ``hdf5``) of what lies at ``path``.
 
-    ``wanted`` decides only where a folder holds both kinds.
+    Told by names and first bytes only; ``wanted`` decides where a folder holds both kinds of database, and which of the
+    two lists a file of text is. ``list``: image files and their labels; ``hdf5``: a file, or a list of files.
     """
     if not path.strip():
         raise EmptyPath(
@@ -29,7 +33,7 @@ def sniff(path: str, wanted: str | None = None) -> tuple[str, str]:
         if place.is_dir():
             return str(place), _sniff_folder(place, wanted)
         if place.is_file():
-            return _sniff_file(place)
+            return _sniff_file(place, wanted)
     except PermissionError as error:
         raise SourceError(
             f"no permission to read {error.filename or place}", hint="check its mode and those of the folders above it"
@@ -99,14 +103,20 @@ def _hint_for(names: list[str]) -> str:
     return "make a database from images, lists or arrays with python -m datasets.convert"
 
 
-def _sniff_file(place: Path) -> tuple[str, str]:
+def _sniff_file(place: Path, wanted: str | None) -> tuple[str, str]:
     with open(place, "rb") as file:
-        head = file.read(32)
+        head = file.read(4096)
     if place.name == "data.mdb":
         return str(place.parent), "lmdb"
     # An LMDB begins with a page header (16 bytes) and then the magic number of the meta page.
     if head[16:20] == _LMDB_MAGIC:
         return str(place), "lmdb"
+    if head.startswith(HDF5_MAGIC):
+        return str(place), "hdf5"
+    if wanted in ("list", "hdf5"):
+        return str(place), wanted
+    if told := _kind_of_list(place, head):
+        return str(place), told
     kind = next((name for magic, name in _SIGNATURES.items() if head.startswith(magic)), None)
     if not head:
         found = "an empty file"
@@ -116,7 +126,18 @@ def _sniff_file(place: Path) -> tuple[str, str]:
         found = f"a file that begins with {head[:8].hex(' ')}"
     raise NotADataset(
         f"{place} is not a data set",
-        expected="an LMDB (folder or single file) or the folder of a LevelDB",
+        expected="an LMDB (folder or single file), the folder of a LevelDB, a list of image files, or HDF5",
         found=found,
         hint="for a LevelDB name its folder" if place.name in ("CURRENT", "LOG", "LOCK") else None,
     )
+
+
+def _kind_of_list(place: Path, head: bytes) -> str | None:
+    """Which kind of list a file of text is, by its first line: a file's name that ends like HDF5's, or a path and a
+    number; None for neither."""
+    line = next((line.strip() for line in head.removeprefix(b"\xef\xbb\xbf").splitlines() if line.strip()), b"")
+    if b"\0" in head:
+        return None
+    if line.lower().endswith((b".h5", b".hdf5", b".hdf")):
+        return "hdf5"
+    return "list" if _LINE_OF_LIST.fullmatch(line) else None

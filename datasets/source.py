@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +21,9 @@ from datasets.patience import check_that_it_answers
 from datasets.sniff import sniff
 from profiler.errors import StallscopeError, UsageError
 
-BACKENDS = ("lmdb", "leveldb")
+BACKENDS = ("lmdb", "leveldb", "list", "hdf5")
 MEMORY_PREFIX = "memory:"
+_KINDS = {"lmdb": "LMDB ", "leveldb": "LevelDB ", "list": "list of images ", "hdf5": "set of HDF5 files "}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +71,21 @@ class Source(ABC):
     Attributes
     ----------
     path: absolute path of the database (folder or file), or the ``memory:`` specification.
-    backend: ``lmdb``, ``leveldb`` or ``memory``.
+    backend: ``lmdb``, ``leveldb``, ``list``, ``hdf5`` or ``memory``.
     db: name of the sub-database, LMDB only.
+    blobs: shapes of what one record is in a net, where they are not a picture (C, H, W) and a label: of the sample,
+        and of each blob that has a part of the label's numbers.
     """
 
     path: str
     backend: str
     db: str | None = None
+    blobs: tuple[tuple[int, ...], ...] = ()
 
     @property
     def name(self) -> str:
         """Kind and path, as errors show them."""
-        kind = {"lmdb": "LMDB ", "leveldb": "LevelDB "}.get(self.backend, "")
+        kind = _KINDS.get(self.backend, "")
         return f"{kind}{self.path}" + (f" (database '{self.db}')" if self.db is not None else "")
 
     @abstractmethod
@@ -142,20 +146,26 @@ def open_source(
     db: str | None = None,
     readahead: bool = True,
     lock: bool = False,
+    root: str | None = None,
+    tops: Sequence[str] = (),
+    tolerant: bool = False,
 ) -> Source:
     """Open a data set of records for reading.
 
     Parameters
     ----------
-    path: folder of an LMDB or LevelDB, an LMDB in a single file, the path of a ``data.mdb``, or a specification that
-        begins with ``memory:`` (see :mod:`datasets.memory_source`).
-    backend: ``lmdb`` or ``leveldb``, in either case of letters. Left out, what lies there decides. Named and wrong,
-        it is refused.
+    path: folder of an LMDB or LevelDB, an LMDB in a single file, the path of a ``data.mdb``, a list of image files
+        (:mod:`datasets.image_list_source`), an HDF5 file or a list of them (:mod:`datasets.hdf5_source`), or a
+        specification that begins with ``memory:`` (see :mod:`datasets.memory_source`).
+    backend: ``lmdb``, ``leveldb``, ``list`` or ``hdf5``, in either case of letters. Left out, what lies there decides.
+        Named and wrong, it is refused.
     db: a named sub-database; LMDB only.
     readahead: whether the system reads ahead in an LMDB: on for reading in order, off for shuffled reading. No effect
         on other kinds.
     lock: LMDB only: take a slot in its lock table (this writes to ``lock.mdb``), so that a writer keeps the pages that
         are read. Not needed where nobody writes. A commit ends the reading either way.
+    root, tops: of lists and HDF5 files: where their paths begin, and the names of the data sets.
+    tolerant: lines of a list of images that cannot be used are records that cannot be read, no reason to refuse it.
 
     Raises
     ------
@@ -172,6 +182,14 @@ def open_source(
         from datasets.memory_source import open_memory
 
         return open_memory(place)
+    if found == "list":
+        from datasets.image_list_source import ImageListSource
+
+        return ImageListSource(place, root, tolerant=tolerant)
+    if found == "hdf5":
+        from datasets.hdf5_source import Hdf5Source
+
+        return Hdf5Source(place, tops, root)
     source: Source
     if found == "lmdb":
         from datasets.lmdb_source import LmdbSource
@@ -210,8 +228,9 @@ def locate(path: str | os.PathLike[str], *, backend: str | None = None, db: str 
             found=f"backend {wanted.upper()}",
             hint="leave the backend out (Caffe's own default is LEVELDB), or check the path",
         )
-    if found == "leveldb" and db is not None:
-        raise UsageError(f"{place} is a LevelDB, which has no named databases", found=f"db '{db}'")
+    if found != "lmdb" and db is not None:
+        kind = _KINDS.get(found, "no database").strip()
+        raise UsageError(f"{place} is a {kind}, which has no named databases", found=f"db '{db}'")
     return place, found
 
 
@@ -219,7 +238,7 @@ def _checked_backend(backend: str | None) -> str | None:
     if backend is None:
         return None
     if backend.lower() not in BACKENDS:
-        raise UsageError("unknown database backend", expected=" or ".join(BACKENDS), found=backend)
+        raise UsageError("unknown database backend", expected=", ".join(BACKENDS), found=backend)
     return backend.lower()
 
 

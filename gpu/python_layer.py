@@ -211,8 +211,7 @@ class PythonDataLayer(PythonLayer):
     """Base of Python layers that make samples: sources of records, which worker processes read (docs/custom_layers.md).
 
     A net never runs one: its tops are inputs. Before setup(), ``param_str``, ``name`` and ``phase`` are set. Workers
-    each
-    make an instance, and ask for samples in any order: a sample may depend on its index and ``param_str`` alone.
+    make an instance each, and ask for samples in any order: a sample may depend on its index and ``param_str`` alone.
     Chance belongs into ``data.transform.python``, which gets a generator.
 
     ``batch``: samples in a batch, where neither configuration nor flags say it; may be set by setup().

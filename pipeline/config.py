@@ -46,7 +46,8 @@ def _choice(default: Any, what: str) -> Any:
 
 
 class TransformConfig(_Model):
-    """What happens to a sample between the database and the blob, in this order: python, crop, mirror, mean, scale."""
+    """What happens to a sample between the database and the blob, in this order: resize, python, crop,
+    mirror, mean, scale."""
 
     crop: int = _integer(0, 0, 65_535, "side of the square crop in pixels, 0 for none")
     mirror: bool = _choice(False, "true or false: mirror at random in TRAIN")
@@ -57,6 +58,9 @@ class TransformConfig(_Model):
     scale: float = Field(default=1.0, allow_inf_nan=False, description="a finite number: factor applied after the mean")
     force_color: bool = _choice(False, "true or false: decode to three channels (BGR)")
     force_gray: bool = _choice(False, "true or false: decode to one channel")
+    resize: tuple[Annotated[int, Field(ge=1, le=65_535)], ...] | None = Field(
+        default=None, min_length=2, max_length=2, strict=False, description="a list of two integers: height and width"
+    )
     decode: Literal["full", "region"] = _choice("full", "full or region")
     python: str | None = Field(
         default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="module:function, f(image, label, rng)"
@@ -71,10 +75,18 @@ class SourceConfig(_Model):
 
     source: Annotated[str, Field(min_length=1)] | Sources | None = Field(
         default=None,
-        description="path of an LMDB or LevelDB folder, or memory:...; or a list of them, read one after another",
+        description="path of an LMDB or LevelDB folder, a list of image files, an HDF5 file or a list of them, "
+        "python:module:Class or memory:...; or a list of these, read one after another",
     )
     batch: int | None = _integer(None, 1, 1_000_000, "records in the global batch")
-    backend: Literal["lmdb", "leveldb", "memory"] | None = _choice(None, "lmdb, leveldb or memory; left out: sniffed")
+    backend: Literal["lmdb", "leveldb", "list", "hdf5", "python", "memory"] | None = _choice(
+        None, "lmdb, leveldb, list, hdf5, python or memory; left out: sniffed"
+    )
+    root: str | None = _text(None, "folder where the paths of a list begin; left out: that of the list")
+    tops: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), strict=False, description="a list of names: the data sets in HDF5 files; left out: data and label"
+    )
+    param: str | None = Field(default=None, description="a text: param_str of a Python data layer")
     db: str | None = _text(None, "name of a sub-database of an LMDB")
     lock: bool = _choice(False, "true or false: take a reader slot of an LMDB (writes to lock.mdb beside the data)")
     labels: str | None = _text(None, "path of a second source with the same keys, which holds the labels")

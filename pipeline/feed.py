@@ -10,6 +10,7 @@ was called: whoever holds must release. The position is one number, ``next_step`
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -49,6 +50,7 @@ class Batch:
         self._slot: Slot | None = slot
         self._count = ready.items
         self._held = False
+        self._blobs = feed.probe.blobs
         self.step, self.epoch, self.slot = ready.step, ready.epoch, ready.slot
         self.hashes = ready.hashes
 
@@ -62,6 +64,19 @@ class Batch:
     @property
     def labels(self) -> np.ndarray:
         return self._live().labels[: self._count]
+
+    @property
+    def blobs(self) -> list[np.ndarray]:
+        """The arrays as a net takes them: data and labels, or what a source with shapes of its own says; views."""
+        shapes = self._blobs
+        if not shapes:
+            return [self.data, self.labels]
+        arrays, at = [self.data.reshape(self._count, *shapes[0])], 0
+        labels = self.labels.reshape(self._count, -1)
+        for shape in shapes[1:]:
+            arrays.append(labels[:, at : at + math.prod(shape)].reshape(self._count, *shape))
+            at += math.prod(shape)
+        return arrays
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -175,6 +190,13 @@ class Feed:
         """Shape of the labels of a full batch: (B,) of int32, or (B, K) of float32."""
         width = self.probe.layout.label_width
         return (self.spec.batch, width) if width else (self.spec.batch,)
+
+    @property
+    def blob_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of :attr:`Batch.blobs` of a full batch."""
+        if self.probe.blobs:
+            return [(self.spec.batch, *shape) for shape in self.probe.blobs]
+        return [self.shape, self.label_shape]
 
     @property
     def records(self) -> int:

@@ -133,8 +133,12 @@ class Job:
         write(batch.step, "raw", hashes["raw"], hashes["raw_set"])
         write(batch.step, "fill", hashes["fill"])
         on_device = [self.device.backend.to_numpy(array) for array in arrays.values()]
-        stayed = [] if len(on_device) > 1 else [batch.labels]  # "fill" covers the labels, used by the net or not
-        write(batch.step, "device", hashing.ordered_parts([*on_device, *stayed]))
+        # "fill" covers all labels together, used by the net or not.
+        labels = [array.reshape(len(batch), -1) for array in on_device[1:]]
+        if len(labels) != len(batch.blobs) - 1 or not labels:
+            labels = [batch.labels]
+        whole = labels[0] if len(labels) == 1 else np.concatenate(labels, axis=1)
+        write(batch.step, "device", hashing.ordered_parts([on_device[0], whole]))
 
     def fingerprint_outcome(self, loss: float) -> None:
         """With ``fingerprints: step``, log the hashes of the loss and of the parameters after the update."""
@@ -253,7 +257,7 @@ class Job:
             if self.config.source(phase).source is None:
                 continue
             with open_data(feed_spec(self.config, phase)) as source:
-                sniffed = not self.config.source(phase).backend and source.backend != "memory"
+                sniffed = not self.config.source(phase).backend and source.backend not in ("memory", "python")
                 told = " (no backend named: told by what lies there)" if sniffed else ""
                 self.display.say(f"data.{phase.lower()}: {source.name}, {len(source):,} records{told}")
                 self.identities[phase.lower()] = runfolder.data_identity(source)
@@ -359,22 +363,26 @@ class Job:
             names = layers[0].tops
         else:
             names = tuple(
-                top for layer in filter_net(load_net(net), phase).net.layer if not layer.bottom for top in layer.top
+                top
+                for layer in filter_net(load_net(net), phase).net.layer
+                if not layer.bottom and layer.type != "DummyData"
+                for top in layer.top
             )
-        if not 1 <= len(names) <= 2:
+        shapes = feed.blob_shapes
+        if not 1 <= len(names) <= len(shapes):
             raise UsageError(
                 f"{net}: the feed cannot fill the inputs of the net in {phase}",
-                expected="one input (data) or two (data, label)",
+                expected="one input (data) or two (data, label)" if len(shapes) == 2 else f"{len(shapes)} at most",
                 found=", ".join(names) or "none",
             )
         self._names[phase] = names
-        return dict(zip(names, (feed.shape, feed.label_shape), strict=False))
+        return dict(zip(names, shapes, strict=False))
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def _named(self, batch: Batch, phase: Phase) -> dict[str, np.ndarray]:
         self._fed = (phase, batch.ids.copy(), batch.labels.copy())  # should a label turn out wrong: whose it is
-        return dict(zip(self._names[phase], (batch.data, batch.labels), strict=False))
+        return dict(zip(self._names[phase], batch.blobs, strict=False))
 
     def _test_inputs(self) -> Iterator[dict[str, np.ndarray]]:
         for _ in range(self._test_iterations):

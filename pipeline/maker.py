@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from datasets import resize
 from datasets.errors import DatasetCorrupt
 from datasets.order import Items, Order, Stream
 from pipeline import bad_records, philox, sizes
@@ -126,6 +127,7 @@ class Probe:
     record_shape: (C, H, W) of it as decoded (after a user's function).
     sample_shape: (C, h, w) of a sample in the blob; of the first one where each has its own (``layout.room``).
     layout: of the slots.
+    blobs: shapes of one sample in the net, where they are not the above: see :class:`datasets.source.Source`.
     """
 
     records: int
@@ -134,6 +136,7 @@ class Probe:
     record_shape: Shape
     sample_shape: Shape
     layout: Layout
+    blobs: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,7 @@ def probe(spec: FeedSpec, source: Source) -> Probe:
     check_label(label, width, record)
     rows = bad_records.capacity(spec.on_bad_record, spec.batch)
     layout = Layout(spec.batch, sample_shape, width, rows, sizes.room(spec, source, shape))
-    return Probe(len(source), source.backend, str(record), shape, sample_shape, layout)
+    return Probe(len(source), source.backend, str(record), shape, sample_shape, layout, source.blobs)
 
 
 def _first_usable(spec: FeedSpec, source: Source) -> tuple[Record, np.ndarray, Any]:
@@ -198,7 +201,7 @@ def _first_usable(spec: FeedSpec, source: Source) -> tuple[Record, np.ndarray, A
     for index in range(min(len(source), tried)):
         try:
             record = source.read(index)
-            return record, *decoded(record, spec.transform.color, spec.max_pixels)
+            return record, *decoded(record, spec.transform.color, spec.max_pixels, spec.transform.resize)
         except RECORD_ERRORS as error:
             first = first or error
     assert first is not None
@@ -219,6 +222,8 @@ class BatchMaker:
 
     def warm_up(self) -> None:
         """Compile or load what the first batch would otherwise wait for: that time belongs to the start."""
+        if self.spec.transform.resize is not None:
+            resize.prepare()
         shape, one = self.probe.record_shape, np.zeros(1, np.int64)
         draws = philox.draw(0, 0, one, one, (one, one), mirror=True, random_crop=False)
         self.transform.fill([np.zeros(shape, np.uint8)], draws, np.empty((1, *self.probe.sample_shape), np.float32))
@@ -312,7 +317,8 @@ class BatchMaker:
         """Image and label of what :meth:`_read` gave, checked as far as the record itself is to blame."""
         if isinstance(record, StallscopeError):
             raise record
-        image, label = decoded(record, self.spec.transform.color, self.spec.max_pixels)
+        transform = self.spec.transform
+        image, label = decoded(record, transform.color, self.spec.max_pixels, transform.resize)
         if self._fitted is not None:
             self._fitted.to(image.shape, record)
         elif self.transform.function is None:

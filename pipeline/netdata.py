@@ -20,7 +20,7 @@ from profiler.errors import UsageError
 if TYPE_CHECKING:
     from gpu.data_layers import DataLayer
 
-_FOREIGN_DATA_LAYERS = ("ImageData", "HDF5Data", "WindowData", "DummyData")
+_NO_PATHS = ("memory:", "python:")
 
 
 def complete(document: dict[str, Any], base: Path) -> Config:
@@ -44,9 +44,10 @@ def complete(document: dict[str, Any], base: Path) -> Config:
     shared = data.get("transform") or {}
     for phase in ("TRAIN", "TEST"):
         section = data.setdefault(phase.lower(), {})
-        given_source = section.get("source")
-        layer = _data_layer(document["net"], phase, given_source) if document.get("net") else None
+        layer = _data_layer(document["net"], phase) if document.get("net") else None
         _fill(section, shared, phase, layer, document.get("net"), base, notes)
+        if layer is not None and layer.shuffle is not None:
+            _shuffle(data, phase, layer, notes)
     _check_data(document, data, solver)
     config = validate(document)
     return config.with_notes(*dict.fromkeys(notes))  # one layer may serve both phases
@@ -129,18 +130,10 @@ def _check_shape_of_job(document: dict[str, Any], run: dict[str, Any]) -> None:
         )
 
 
-def _data_layer(net: str, phase: Phase, given_source: str | None) -> DataLayer | None:
+def _data_layer(net: str, phase: Phase) -> DataLayer | None:
     """The layer of the net that loads data in a phase; None where the net has none."""
     from gpu.data_layers import data_layers
 
-    if given_source is None:
-        for layer in filter_net(load_net(net), phase).net.layer:
-            if layer.type in _FOREIGN_DATA_LAYERS:
-                raise UsageError(
-                    f"{net}: the data layer {layer.name!r} has the type {layer.type}, which this version cannot read",
-                    expected=f"a layer of type Data, or data.{phase.lower()}.source in the configuration",
-                    found=layer.type,
-                )
     layers = data_layers(net, phase)
     if len(layers) > 1:
         raise UsageError(
@@ -170,22 +163,29 @@ def _fill(
     _path(f"{name}.transform.mean_file", transform, "mean_file", base)
     _path(f"{name}.source", section, "source", base)
     _path(f"{name}.labels", section, "labels", base)
+    _path(f"{name}.root", section, "root", base)
     if layer is not None:
-        given_source = section.get("source")
-        _merge(name, section, _source_settings(layer, given_source), where, notes)
-        _merge(f"{name}.transform", transform, _transform_settings(layer), where, notes)
+        same = section.get("source") in (None, layer.source)
+        _merge(name, section, _source_settings(layer, same), where, notes)
+        _merge(f"{name}.transform", transform, _transform_settings(layer, transform, same), where, notes)
         notes.extend(f"{field} of {where} has no effect here" for field in layer.unused)
         folder = Path(net or ".").parent
         _path(f"{where}: source", section, "source", folder)
+        _path(f"{where}: root_folder", section, "root", folder)
         _path(f"{where}: mean_file", transform, "mean_file", folder)
+    if str(section.get("source") or "").startswith("python:") and section.get("batch") is None:
+        from pipeline.python_source import PythonSource
+
+        with PythonSource(section["source"], section.get("param"), phase) as source:
+            section["batch"] = source.batch
     section["transform"] = transform
 
 
 def _path(key: str, section: dict[str, Any], name: str, base: Path) -> None:
     value = section.get(name)
     if isinstance(value, (list, tuple)):
-        section[name] = [existing(key, part, base) if not part.startswith("memory:") else part for part in value]
-    elif value is not None and not value.startswith("memory:"):
+        section[name] = [existing(key, part, base) if not part.startswith(_NO_PATHS) else part for part in value]
+    elif value is not None and not value.startswith(_NO_PATHS):
         section[name] = existing(key, value, base)
 
 
@@ -203,21 +203,45 @@ def _differs(ours: Any, theirs: Any) -> bool:
     return (list(ours) if isinstance(ours, (list, tuple)) else ours) != theirs
 
 
-def _source_settings(layer: DataLayer, given_source: str | None) -> dict[str, Any]:
+def _source_settings(layer: DataLayer, same: bool) -> dict[str, Any]:
+    """``same``: the layer's own source is read. What describes another one than is read says nothing."""
     settings: dict[str, Any] = {"source": layer.source, "batch": layer.batch}
-    # The backend describes the layer's own source; where the text is silent, the folder decides.
-    if layer.backend is not None and given_source in (None, layer.source):
-        settings["backend"] = layer.backend.lower()
+    if same:
+        # Where the text is silent about the backend, the folder decides.
+        settings["backend"] = layer.backend.lower() if layer.backend else None
+        settings |= {"root": layer.root, "param": layer.param}
+        if layer.backend == "HDF5":
+            settings["tops"] = list(layer.tops)
     return {key: value for key, value in settings.items() if value}
 
 
-def _transform_settings(layer: DataLayer) -> dict[str, Any]:
+def _transform_settings(layer: DataLayer, own: dict[str, Any], same: bool) -> dict[str, Any]:
     settings = {key: value for key, value in asdict(layer.transform).items() if value is not None}
     if "scale" in settings:
         settings["scale"] = _as_written(settings["scale"])
     if "mean_value" in settings:
         settings["mean_value"] = [_as_written(value) for value in settings["mean_value"]]
+    if "resize" in settings:
+        settings["resize"] = list(settings["resize"])
+    files = layer.backend == "LIST"  # its colour and size are those of files, and no settings of a transform
+    if (files and not same) or own.get("force_color") or own.get("force_gray"):
+        settings = {key: value for key, value in settings.items() if key not in ("force_color", "force_gray")}
+    if files and not same:
+        settings.pop("resize", None)
     return settings
+
+
+def _shuffle(data: dict[str, Any], phase: Phase, layer: DataLayer, notes: list[str]) -> None:
+    """Take over ``shuffle`` of a layer that has it, where the configuration is silent."""
+    if phase == "TEST":
+        if layer.shuffle:
+            notes.append(f"shuffle of layer {layer.name!r} has no effect: tests read from record 0 in order")
+        return
+    order = data["order"] = dict(data.get("order") or {})
+    theirs = "full" if layer.shuffle else "none"
+    ours = order.setdefault("shuffle", theirs)
+    if (ours == "none") != (theirs == "none"):
+        notes.append(f"data.order.shuffle: {ours} of the configuration is used, not {theirs} of layer {layer.name!r}")
 
 
 def _as_written(value: float) -> float:

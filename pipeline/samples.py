@@ -11,6 +11,7 @@ from datasets import decode
 from datasets.datum import DatumError
 from datasets.errors import DatasetCorrupt
 from datasets.paired import PairedRecord
+from datasets.resize import resize
 from datasets.source import Record
 from pipeline.spec import Color
 from pipeline.transforms import TransformError
@@ -31,8 +32,10 @@ RECORD_ERRORS = (DatumError, TransformError, DatasetCorrupt)
 too, and is called where nobody catches it.)"""
 
 
-def decoded(record: Record, color: Color, max_pixels: int | None = None) -> tuple[np.ndarray, Any]:
-    """Image [C, H, W] and label of a record: an int, or float32[K] from float_data.
+def decoded(
+    record: Record, color: Color, max_pixels: int | None = None, size: tuple[int, int] | None = None
+) -> tuple[np.ndarray, Any]:
+    """Image [C, H, W], resized to ``size`` (H, W), and label of a record: an int, or float32[K] from float_data.
 
     Raises one of :data:`RECORD_ERRORS` naming the record.
     """
@@ -40,6 +43,8 @@ def decoded(record: Record, color: Color, max_pixels: int | None = None) -> tupl
     image = decode.to_image(datum, record, color=color, max_pixels=max_pixels)
     if image.dtype.kind == "f" and not np.isfinite(image).all():
         raise _not_finite(record, image)
+    if size is not None:
+        image = _resized(record, image, size)
     if type(record) is PairedRecord:
         return image, paired_label(record)
     if len(datum.data) and datum.float_data is not None:
@@ -87,6 +92,16 @@ def check_label(label: Any, width: int, where: object) -> None:
         raise LabelError(
             f"the label of {where} is of another kind than that of the first record", expected=names[0], found=names[1]
         )
+
+
+def _resized(record: Record, image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    if image.dtype != np.uint8:
+        raise TransformError(
+            f"{record} holds floats, which are not resized",
+            expected="pixels of 8 bits",
+            hint="leave transform.resize out",
+        )
+    return resize(image, *size)
 
 
 def _not_finite(record: Record, image: np.ndarray) -> NotFiniteError:

@@ -28,7 +28,7 @@ def room(spec: FeedSpec, source: Source, first: Shape) -> int:
     mean image and user function, which fix or may change the size.
     """
     transform = spec.transform
-    if spec.batch != 1 or transform.crop or transform.mean_file or transform.python:
+    if spec.batch != 1 or source.blobs or transform.resize or transform.crop or transform.mean_file or transform.python:
         return 0
     chosen = np.unique(np.linspace(0, len(source) - 1, min(len(source), _LOOKED_AT)).astype(np.int64))
     largest, differ = int(np.prod(first)), False

@@ -29,6 +29,7 @@ class TransformSpec:
     scale: factor applied after the mean.
     color: ``"color"`` (three channels, BGR), ``"gray"`` (one channel) or None (as stored).
     python: ``module:function``, called as ``f(image, label, rng)`` before the crop.
+    resize: (height, width) that each image is brought to when it is decoded, bilinear as in OpenCV; None: as it is.
     """
 
     crop: int = 0
@@ -38,6 +39,7 @@ class TransformSpec:
     scale: float = 1.0
     color: Color = None
     python: str | None = None
+    resize: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class FeedSpec:
     source, backend, db: the data set, as :func:`datasets.open_source` takes them; several sources are read one after
         the other.
     labels: a second source with the same keys, which holds the labels.
+    root: where the paths of a list begin. tops: names of data sets in HDF5 files. param: param_str of a Python layer.
     on_bad_record, bad_record_cap: docs/design.md, section 2.1.
     max_pixels: larger image files are records that cannot be used; None: the limit of :mod:`datasets.image_file`.
     seed, shuffle, tail, batch: the stream (docs/design.md, section 2.1).
@@ -74,6 +77,9 @@ class FeedSpec:
     backend: str | None = None
     db: str | None = None
     labels: str | None = None
+    root: str | None = None
+    tops: tuple[str, ...] = ()
+    param: str | None = None
     tail: Literal["wrap", "partial", "drop"] = "wrap"
     seed: int = 0
     shuffle: Literal["none", "block", "full"] = "none"
@@ -162,9 +168,12 @@ def feed_spec(
     return FeedSpec(
         source=data.source or "",
         batch=int(data.batch or 0),
-        backend=None if data.backend == "memory" else data.backend,
+        backend=None if data.backend in ("memory", "python") else data.backend,
         db=data.db,
         labels=data.labels,
+        root=data.root,
+        tops=data.tops,
+        param=data.param,
         tail=data.tail,
         seed=config.order_seed,
         shuffle="none" if test else config.data.order.shuffle,
@@ -177,6 +186,7 @@ def feed_spec(
             scale=transform.scale,
             color="color" if transform.force_color else "gray" if transform.force_gray else None,
             python=transform.python,
+            resize=None if transform.resize is None else (transform.resize[0], transform.resize[1]),
         ),
         cycle=cycle,
         origin=origin,

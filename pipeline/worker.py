@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pipeline.maker import BatchMaker, LocalReader, Probe, Reader
 from pipeline.process import Process
 from pipeline.ring import Blocked, Claim, Ring, RingAddress
-from pipeline.spec import FeedSpec
+from pipeline.spec import FeedSpec, TransformSpec
+from profiler.errors import UsageError
 from profiler.events import Flag, Kind, Stage
 from profiler.recorder import NULL, Recorder, set_current
 
 if TYPE_CHECKING:
     from datasets.source import Source
+
+_UNCHANGED = TransformSpec()
 
 
 def work(
@@ -85,14 +89,8 @@ def open_data(spec: FeedSpec) -> Source:
 
     paths = (spec.source,) if isinstance(spec.source, str) else spec.source
     with contextlib.ExitStack() as stack:
-        opened = [
-            stack.enter_context(
-                contextlib.closing(
-                    open_source(path, backend=spec.backend, db=spec.db, readahead=spec.reads_ahead, lock=spec.lock)
-                )
-            )
-            for path in paths
-        ]
+        opened = [stack.enter_context(contextlib.closing(_open_part(spec, path))) for path in paths]
+        _check_parts(spec, opened)
         source = opened[0] if isinstance(spec.source, str) else ConcatSource(opened)
         if spec.labels is not None:
             source = PairedSource(
@@ -104,6 +102,38 @@ def open_data(spec: FeedSpec) -> Source:
         _check_identity(spec, source)
         stack.pop_all()
     return source
+
+
+def _open_part(spec: FeedSpec, path: str) -> Source:
+    if path.startswith("python:"):
+        from pipeline.python_source import PythonSource
+
+        return PythonSource(path, spec.param, spec.phase)
+    from datasets.source import open_source
+
+    return open_source(
+        path, backend=spec.backend, db=spec.db, readahead=spec.reads_ahead, lock=spec.lock, root=spec.root,
+        tops=spec.tops, tolerant=spec.on_bad_record != "stop",
+    )  # fmt: skip
+
+
+def _check_parts(spec: FeedSpec, parts: list[Source]) -> None:
+    """Refuse what cannot be done with records that are not a picture and a label."""
+    for part in parts:
+        if part.blobs and (len(parts) > 1 or spec.labels is not None):
+            raise UsageError(
+                f"{part.name} is one of several sources, and its records are not a picture and a label",
+                expected="one source, without data.<phase>.labels",
+                hint="name several HDF5 files in one list; labels are data sets of the same files",
+            )
+        set_anyway = [name for name, value in asdict(spec.transform).items() if value != getattr(_UNCHANGED, name)]
+        if part.blobs and set_anyway:
+            raise UsageError(
+                f"data.transform.{set_anyway[0]} is set, and the records of {part.name} are not transformed",
+                expected="no transform: the values go into the net as they are",
+                found=", ".join(set_anyway),
+                hint="store them as they shall be, or scale them with a Power or Scale layer in the net",
+            )
 
 
 def _check_identity(spec: FeedSpec, source: Source) -> None:

@@ -159,7 +159,7 @@ def test_a_lone_lock_file_is_explained(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "found"),
-    [(b"", "an empty file"), (b"\x89HDF\r\n\x1a\n" + bytes(50), "HDF5"), (b"hello", "68 65")],
+    [(b"", "an empty file"), (b"SQLite format 3\0" + bytes(50), "SQLite"), (b"hello", "68 65")],
 )
 def test_a_file_of_something_else_says_what_it_is(tmp_path, content, found):
     (tmp_path / "x").write_bytes(content)
@@ -202,8 +202,8 @@ def test_the_right_backend_in_any_letters_is_accepted():
 
 
 def test_an_unknown_backend_and_a_database_name_for_leveldb_are_refused():
-    with pytest.raises(UsageError, match="lmdb or leveldb"):
-        open_source(golden.DB / "mnist_test_lmdb", backend="hdf5")
+    with pytest.raises(UsageError, match="lmdb, leveldb"):
+        open_source(golden.DB / "mnist_test_lmdb", backend="rocksdb")
     with pytest.raises(UsageError, match="no named databases"):
         open_source(golden.DB / "mnist_test_leveldb", db="x")
 
