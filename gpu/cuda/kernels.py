@@ -49,6 +49,7 @@ KERNELS: Mapping[str, Kernel] = {
     "sum_rows": Kernel("depthwise", "FFci"),
     "lrn_forward": Kernel("lrn", "FFFciiifff"),
     "lrn_backward": Kernel("lrn", "FFFFFciiiff"),
+    "dropout_mask": Kernel("dropout", "Fciqfqqqqq"),
     "sum_picks": Kernel("rows", "FLLFci"),
     "fingerprint": Kernel("fingerprint", "WQQWDLcill"),
     "finish_rows": Kernel("fingerprint", "QQciq"),

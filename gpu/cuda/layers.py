@@ -78,6 +78,13 @@ def lrn_backward(
     own.launch("lrn_backward", x.size, x, y, scale, dy, dx, x.shape[1], size, half, factor, beta)
 
 
+def dropout_mask(
+    own: Launcher, mask: Array, limit: Any, kept: Any, key_0: Any, key_1: Any, c1: Any, c2: Any, c3: Any
+) -> None:
+    """As :func:`gpu.philox.dropout_mask`, whose arguments these are; mask[count] float32."""
+    own.launch("dropout_mask", -(-mask.size // 8), mask, mask.size, limit, kept, key_0, key_1, c1, c2, c3)
+
+
 def sum_picks(own: Launcher, picked: Array, order: Array, start: Array, into: Array) -> None:
     """into[r, W] = sum of picked[order[i]] for start[r] <= i < start[r + 1]; order and start are int64."""
     own.launch("sum_picks", into.size, picked, order, start, into, into.shape[1])

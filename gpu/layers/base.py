@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from gpu.blob import Blob
+from gpu.cuda import kernels
 from profiler.errors import StallscopeError
 
 Shape = tuple[int, ...]
@@ -72,7 +73,7 @@ class Scratch:
 class Context:
     """What a net gives to its layers.
 
-    ``compiled``: use the numba kernels (NumPy arrays only). ``iteration``: number of the forward pass, the counter of
+    ``compiled``: use the numba kernels (NumPy arrays only). ``own``: launches the CUDA kernels, None without a device. ``iteration``: number of the forward pass, the counter of
     random masks. ``shard``: number of the virtual shard. ``input_shapes``: shapes the caller gave, by blob name.
     """
 
@@ -84,6 +85,10 @@ class Context:
     iteration: int = 0
     shard: int = 0
     input_shapes: dict[str, Shape] = field(default_factory=dict)
+    own: kernels.Launcher | None = None
+
+    def __post_init__(self) -> None:
+        self.own = None if self.compiled else kernels.own_kernels(self.xp)
 
 
 @dataclass(frozen=True)

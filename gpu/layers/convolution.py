@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpu.cuda import layers as cuda
+from gpu.cuda.kernels import Windows
 from gpu.layers import depthwise, kernels
-from gpu.layers.base import Array, Layer, ParamShape, Shape, register
+from gpu.layers.base import Array, Context, Layer, ParamShape, Shape, register
 from gpu.threads import spread
 
 _COLUMN_BYTES = {True: 1 << 20, False: 1 << 28}
@@ -71,11 +73,19 @@ class Geometry:
                 out.append(slice(first, last))
             yield offset, tuple(image), tuple(out)
 
-    def unroll(self, x: Array, col: Array, compiled: bool) -> None:
+    @property
+    def planar(self) -> Windows:
+        """The same for the CUDA kernels, which know two spatial axes."""
+        return Windows(self.size, self.out, self.kernel, self.stride, self.pad, self.dilation)
+
+    def unroll(self, x: Array, col: Array, context: Context) -> None:
         """x[n, channels, *size] to col[rows, n * positions]."""
         view = col.reshape(self.channels, *self.kernel, x.shape[0], *self.out)
-        if compiled and len(self.size) == 2:
+        if context.compiled and len(self.size) == 2:
             spread(kernels.im2col, self.channels, col.size, x, view, *self.numbers)
+            return
+        if context.own is not None and len(self.size) == 2:
+            cuda.im2col(context.own, self.planar, x, col)
             return
         whole = (slice(None),)
         if any(self.pad):
@@ -83,11 +93,14 @@ class Geometry:
         for offset, image, out in self.slices():
             view[whole + offset + whole + out] = x[whole * 2 + image].swapaxes(0, 1)
 
-    def fold(self, col: Array, x: Array, compiled: bool) -> None:
+    def fold(self, col: Array, x: Array, context: Context) -> None:
         """The transpose of unroll: col[rows, n * positions] added up into x[n, channels, *size]."""
         view = col.reshape(self.channels, *self.kernel, x.shape[0], *self.out)
-        if compiled and len(self.size) == 2:
+        if context.compiled and len(self.size) == 2:
             spread(kernels.col2im, self.channels, col.size, view, x, *self.numbers)
+            return
+        if context.own is not None and len(self.size) == 2:
+            cuda.col2im(context.own, self.planar, col, x)
             return
         whole = (slice(None),)
         x[...] = 0
@@ -204,7 +217,7 @@ class Windowed(Layer):
         """The windows of x, [rows, n * P]: written to ``col``, or x itself where that is the same."""
         if self._in_place and self._geometry.plain:
             return x.reshape(col.shape)
-        self._geometry.unroll(x, col, self.context.compiled)
+        self._geometry.unroll(x, col, self.context)
         return col
 
     def _fold_from(self, x: Array, col: Array) -> tuple[Array, bool]:
@@ -286,7 +299,7 @@ class Convolution(Windowed):
         self._depthwise = self._param.group == channels > 1
         self._plan(n, geometry, weight, outputs)
         if self._depthwise:
-            self._depthwise_work = ((outputs, *kernel), (outputs, out[-1]))
+            self._depthwise_work = ((outputs, *kernel), depthwise.sums_shape(geometry, outputs, self.context))
             self.context.scratch.reserve(*self._depthwise_work)
         return [(n, outputs, *out)] * len(bottoms)
 
@@ -340,13 +353,13 @@ class Convolution(Windowed):
                     for weight, maps, rows in self._groups():
                         matmul(weight.T, packed[maps], out=windows[rows])
                     if not done:
-                        self._geometry.fold(col, dx[part], self.context.compiled)
+                        self._geometry.fold(col, dx[part], self.context)
                 first = False
 
     def _forward_depthwise(self, bottoms: Sequence[Array], tops: Sequence[Array], bias: Array) -> None:
         weight = self._window_weights(self.blobs[0].device_data)
         for x, y in zip(bottoms, tops, strict=True):
-            depthwise.forward(self._geometry, x, weight, bias, y, self.context.compiled)
+            depthwise.forward(self._geometry, x, weight, bias, y, self.context)
 
     def _backward_depthwise(
         self,
@@ -357,7 +370,6 @@ class Convolution(Windowed):
         db: Array | None,
     ) -> None:
         weight = self._window_weights(self.blobs[0].device_data)
-        compiled = self.context.compiled
         part, sums = self.context.scratch.arrays(*self._depthwise_work)
         for i, (x, dy, dx) in enumerate(zip(bottoms, top_diffs, bottom_diffs, strict=True)):
             if db is not None:
@@ -365,11 +377,11 @@ class Convolution(Windowed):
                     self._add_sums(maps.reshape(len(weight), -1), db, i == b == 0)
             if dw is not None:
                 gradient = self._window_weights(dw)
-                depthwise.backward_weight(self._geometry, x, dy, part if i else gradient, sums, compiled)
+                depthwise.backward_weight(self._geometry, x, dy, part if i else gradient, sums, self.context)
                 if i:
                     gradient += part
             if dx is not None:
-                depthwise.backward_data(self._geometry, dy, weight, dx, compiled)
+                depthwise.backward_data(self._geometry, dy, weight, dx, self.context)
 
     def _window_weights(self, weight: Array) -> Array:
         return weight.reshape(-1, *self._geometry.kernel)
@@ -401,7 +413,7 @@ class Deconvolution(Windowed):
                 packed = self._packed(x[part], packed)
                 for weight, maps, rows in self._groups():
                     self.xp.matmul(weight.T, packed[maps], out=col[rows])
-                self._geometry.fold(col, y[part], self.context.compiled)
+                self._geometry.fold(col, y[part], self.context)
             if len(self.blobs) > 1:
                 bias = self.blobs[1].device_data
                 y += bias.reshape(-1, *[1] * len(self._geometry.size))
@@ -423,7 +435,7 @@ class Deconvolution(Windowed):
                 if db is not None:
                     for i, maps_of in enumerate(dy[part]):
                         self._add_sums(maps_of.reshape(len(maps_of), -1), db, first and i == 0)
-                self._geometry.unroll(dy[part], col, self.context.compiled)
+                self._geometry.unroll(dy[part], col, self.context)
                 if dw is not None:
                     packed = self._packed(x[part], packed)
                     gradient = dw.reshape(self._work[1][0], -1)

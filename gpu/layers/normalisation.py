@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from datasets import caffe_pb2
+from gpu.cuda import layers as cuda
 from gpu.layers.base import Array, Layer, ParamShape, Shape, register
 
 _WITHIN = 1
@@ -73,7 +74,10 @@ class LRN(Layer):
         self.xp.divide(values, out, out=out)
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
-        x, y = bottoms[0], tops[0]
+        x, y, own = bottoms[0], tops[0], self.context.own
+        if own is not None and not self._within:
+            cuda.lrn_forward(own, x, self._sums, y, self._half, self._alpha, self._base, self._beta)
+            return
         square, spare, _ = self.context.scratch.arrays(*[self._shape] * 3)
         self.xp.multiply(x, x, out=square)
         self._window_sum(square, self._sums, spare)
@@ -91,6 +95,10 @@ class LRN(Layer):
     ) -> None:
         x, y, dy, dx = bottoms[0], tops[0], top_diffs[0], bottom_diffs[0]
         if dx is None:
+            return
+        own = self.context.own
+        if own is not None and not self._within:
+            cuda.lrn_backward(own, x, y, self._sums, dy, dx, self._half, self._alpha, self._beta)
             return
         ratio, spare, near = self.context.scratch.arrays(*[self._shape] * 3)
         self.xp.multiply(dy, y, out=ratio)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gpu.cuda import layers as cuda
 from gpu.fillers import name_key
 from gpu.layers.base import Array, Layer, Shape, as_flags, register
 from gpu.philox import dropout_mask
@@ -227,8 +228,6 @@ class Dropout(Pointwise):
     def allocate(self) -> None:
         if self._active:
             self._mask = self.keep("mask", self._shape)
-            if self.xp is not np:
-                self._host = np.zeros(self._shape, np.float32)
 
     def reads_bottom(self) -> bool:
         return False
@@ -236,22 +235,24 @@ class Dropout(Pointwise):
     def _draw(self) -> None:
         """One mask value per item, 0 or 1 / (1 - ratio)."""
         count, context = math.prod(self._shape), self.context
-        if context.compiled:
+        if context.compiled or context.own is not None:
             below, value = np.uint64(int(self._ratio * 2**32)), np.float32(1 / (1 - self._ratio))
             rest = (np.uint64(_DROPOUT_STREAM), np.uint64(context.iteration), np.uint64(context.shard))
-            dropout_mask(self._mask.reshape(-1), below, value, self._key[0], self._key[1], *rest)
+            mask, numbers = self._mask.reshape(-1), (below, value, self._key[0], self._key[1], *rest)
+            if context.own is None:
+                dropout_mask(mask, *numbers)
+            else:
+                cuda.dropout_mask(context.own, mask, *numbers)
             return
         counter = np.array([0, _DROPOUT_STREAM, self.context.iteration, self.context.shard], np.uint64)
         draws = np.random.Philox(key=self._key, counter=counter)
         limit, kept = np.uint32(self._ratio * 2**32), np.float32(1 / (1 - self._ratio))
-        mask = (self._mask if self.xp is np else self._host).reshape(-1)
+        mask = self._mask.reshape(-1)
         for start in range(0, count, _CHUNK):  # a piece at a time: the library has no way to draw into an array
             part = mask[start : start + _CHUNK]
             words = draws.random_raw((part.size + 1) // 2)
             halves = words.astype("<u8", copy=False).view("<u4")[: part.size]
             np.multiply(halves >= limit, kept, out=part)
-        if self.xp is not np:
-            self._mask.set(self._host)
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
         if self._active:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from gpu.cuda import layers as cuda
+from gpu.cuda.kernels import Windows
 from gpu.layers import kernels
 from gpu.layers.base import Array, Layer, Shape, register
 from gpu.threads import spread
@@ -95,7 +97,7 @@ class Pooling(Layer):
     def allocate(self) -> None:
         if self._param.pool == _MAX:
             self._index = self.keep("index", (self._top[0] * self._top[1], *self._out), np.int32)
-        elif not self.context.compiled:
+        elif not self.context.compiled and self.context.own is None:
             self._area = self.xp.asarray(self._areas())
 
     def reads_bottom(self) -> bool:
@@ -103,6 +105,10 @@ class Pooling(Layer):
 
     def _numbers(self) -> tuple[int, ...]:
         return (*self._kernel, *self._stride, *self._pad)
+
+    @property
+    def _windows(self) -> Windows:
+        return Windows(self._size, self._out, self._kernel, self._stride, self._pad)
 
     def _areas(self) -> np.ndarray:
         """Divisor of each window, float32[OH, OW]."""
@@ -129,13 +135,18 @@ class Pooling(Layer):
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
         x, y = bottoms[0].reshape(-1, *self._size), tops[0].reshape(-1, *self._out)
+        own = self.context.own
         if self._param.pool == _MAX:
-            if self.context.compiled:
+            if own is not None:
+                cuda.max_pool(own, self._windows, x, y, self._index)
+            elif self.context.compiled:
                 spread(kernels.max_pool, x.shape[0], x.size, x, y, self._index, *self._numbers())
             else:
                 self._max(x, y)
             if len(tops) > 1:
                 tops[1][...] = self._index.reshape(self._top)
+        elif own is not None:
+            cuda.ave_pool(own, self._windows, x, y)
         elif self.context.compiled:
             spread(kernels.ave_pool, x.shape[0], x.size, x, y, *self._numbers())
         else:
@@ -166,8 +177,12 @@ class Pooling(Layer):
         if bottom_diffs[0] is None:
             return
         dy, dx = top_diffs[0].reshape(-1, *self._out), bottom_diffs[0].reshape(-1, *self._size)
-        compiled, largest = self.context.compiled, self._param.pool == _MAX
-        if compiled and largest:
+        compiled, own, largest = self.context.compiled, self.context.own, self._param.pool == _MAX
+        if own is not None and largest:
+            cuda.max_pool_back(own, self._windows, dy, self._index, dx)
+        elif own is not None:
+            cuda.ave_pool_back(own, self._windows, dy, dx)
+        elif compiled and largest:
             planes = dy.shape[0]
             arrays = (array.reshape(planes, -1) for array in (dy, self._index, dx))
             spread(kernels.max_pool_back, planes, dx.size, *arrays)

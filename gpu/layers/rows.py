@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu.cuda import layers as cuda
 from gpu.layers.base import Array, Layer, ParamShape, Shape, register
 
 
@@ -23,7 +24,7 @@ class _Picks:
     """Row numbers that arrive as float32, and the sum of what came back for each row.
 
     The sum is a stable sort and a segmented scan of log2(picks) passes: gathers only, so it has the same bits at every
-    run, where a scatter with atomics has not.
+    run, where a scatter with atomics has not. On a device one kernel adds up each row's picks in their order.
     """
 
     def __init__(self, layer: Layer, bottom: int, count: int, rows: int, width: int) -> None:
@@ -34,7 +35,7 @@ class _Picks:
     def allocate(self) -> None:
         xp = self._layer.xp
         self.index = xp.zeros(self._count, np.int64)
-        self._numbers = xp.arange(self._rows)
+        self._numbers = xp.arange(self._rows + 1)
 
     def read(self, values: Array) -> Array:
         """The numbers as int64[count]. Raises LayerError for one that names no row."""
@@ -53,9 +54,13 @@ class _Picks:
     def add_up(self, picked: Array, into: Array) -> None:
         """``into[r]`` = sum of ``picked[i]`` where ``index[i] == r``, in a fixed order; 0 where there is none."""
         xp = self._layer.xp
-        sums, spare = self._layer.context.scratch.arrays(self._shape, self._shape)
+        own = self._layer.context.own
         order = xp.argsort(self.index, kind="stable")
         rows = self.index[order]
+        if own is not None:
+            cuda.sum_picks(own, picked, order, xp.searchsorted(rows, self._numbers), into)
+            return
+        sums, spare = self._layer.context.scratch.arrays(self._shape, self._shape)
         take_rows(xp, picked, order, sums)
         shift = 1
         while shift < self._count:
@@ -68,9 +73,9 @@ class _Picks:
             sums[:-shift] += part
             shift *= 2
         # The first of a row's picks holds its sum now.
-        first = xp.minimum(xp.searchsorted(rows, self._numbers), self._count - 1)
+        first = xp.minimum(xp.searchsorted(rows, self._numbers[:-1]), self._count - 1)
         take_rows(xp, sums, first, into)
-        into[rows[first] != self._numbers] = 0
+        into[rows[first] != self._numbers[:-1]] = 0
 
 
 @register("BatchReindex")

@@ -36,7 +36,7 @@ class Im2col(Windowed):
         g = self._geometry
         x, y = bottoms[0].reshape(self._parts, *self._image), tops[0].reshape(self._parts, g.rows, g.positions)
         for i in range(self._parts):
-            g.unroll(x[i], y[i], self.context.compiled)
+            g.unroll(x[i], y[i], self.context)
 
     def backward(
         self,
@@ -52,7 +52,7 @@ class Im2col(Windowed):
         dy = top_diffs[0].reshape(self._parts, g.rows, g.positions)
         dx = bottom_diffs[0].reshape(self._parts, *self._image)
         for i in range(self._parts):
-            g.fold(dy[i], dx[i], self.context.compiled)
+            g.fold(dy[i], dx[i], self.context)
 
 
 @register("SPP")

@@ -59,7 +59,11 @@ def test_enough_cases_are_compared() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
 def test_as_caffe(case: str, backend: str) -> None:
-    net, golden = load(case, backend)
+    check_as_caffe(case, *load(case, backend))
+
+
+def check_as_caffe(case: str, net: Net, golden: dict[str, np.ndarray]) -> None:
+    """Forward, backward and changed parameters of a one-layer net, on any backend, against a golden file."""
     for name, blobs in net.params.items():
         if name in golden:  # an input that is learned: Caffe's layers above it would get no gradient otherwise
             blobs[0].data = golden[name]
