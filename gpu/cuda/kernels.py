@@ -140,12 +140,12 @@ def own_kernels(xp: ModuleType) -> Launcher | None:
 class Windows:
     """Windows over the last two axes, as the kernels take them."""
 
-    size: tuple[int, int]
-    out: tuple[int, int]
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    pad: tuple[int, int]
-    dilation: tuple[int, int] = (1, 1)
+    size: tuple[int, ...]
+    out: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    pad: tuple[int, ...]
+    dilation: tuple[int, ...] = (1, 1)
 
     @cached_property
     def pooled(self) -> tuple[int, ...]:

@@ -73,8 +73,9 @@ class Scratch:
 class Context:
     """What a net gives to its layers.
 
-    ``compiled``: use the numba kernels (NumPy arrays only). ``own``: launches the CUDA kernels, None without a device. ``iteration``: number of the forward pass, the counter of
-    random masks. ``shard``: number of the virtual shard. ``input_shapes``: shapes the caller gave, by blob name.
+    ``compiled``: use the numba kernels (NumPy arrays only). ``own``: launches the CUDA kernels, None without a device.
+    ``iteration``: number of the forward pass, the counter of random masks. ``shard``: number of the virtual shard.
+    ``input_shapes``: shapes the caller gave, by blob name.
     """
 
     phase: str

@@ -1,6 +1,7 @@
 """Convolution with one input channel a group, summed directly: a matrix product a group would be all overhead.
 
-Compiled for two spatial axes (numba for NumPy arrays, CUDA on a device); in all other cases one elementwise pass for each offset of the kernel.
+Compiled for two spatial axes (numba for NumPy arrays, CUDA on a device); in all other cases one elementwise pass for
+each offset of the kernel.
 Outputs c * m to c * m + m - 1 belong to channel c, m being the number of outputs a channel.
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -73,8 +73,8 @@ def test_dropout_draws_the_same_masks(monkeypatch: pytest.MonkeyPatch, iteration
 class Module:
     """cupy.RawModule as far as launches go: what was compiled, and what was launched with which grid."""
 
-    made: list[dict[str, Any]] = []
-    launched: list[tuple[Any, ...]] = []
+    made: ClassVar[list[dict[str, Any]]] = []
+    launched: ClassVar[list[tuple[Any, ...]]] = []
 
     def __init__(self, **options: Any) -> None:
         self.made.append(options)
