@@ -161,7 +161,8 @@ class Pages:
         whole = self.file.read(number * self.meta.page_size, HEADER + size)
         own, _, kind, count = struct.unpack("<QHHI", whole[:HEADER].ljust(HEADER, b"\0"))
         doubt = ""
-        if own != number or kind & KINDS != OVERFLOW or count != pages:
+        # A value that took the place of a longer one keeps all its pages: more than it needs are no damage.
+        if own != number or kind & KINDS != OVERFLOW or not pages <= count <= self.meta.last_page + 1 - number:
             doubt = f"overflow page {number} has a damaged header"
         # Where the sizes in node and page disagree, the larger must not claim pages that are sound records of others.
         taken = self._take(number, min(pages, max(count, 1)) if kind & KINDS == OVERFLOW else 1)

@@ -371,8 +371,10 @@ class LmdbSource(Source):
         starts, sizes, key_starts, key_sizes = self._places(part)
         dense = isinstance(index_of, key_index.DenseKeys)
         keys = index_of.keys(part) if isinstance(index_of, key_index.DenseKeys) else []
-        first = min(starts) if dense else min(min(starts), min(key_starts))
-        block = self._block(first, max(map(operator.add, starts, sizes)), sum(sizes)) if len(part) > 1 else None
+        first, end = min(starts), max(map(operator.add, starts, sizes))
+        if not dense:  # a key may lie on either side of its value
+            first, end = min(first, min(key_starts)), max(end, max(map(operator.add, key_starts, key_sizes)))
+        block = self._block(first, end, sum(sizes)) if len(part) > 1 else None
         if block is not None:
             starts = [start - first for start in starts]
             if not dense:

@@ -82,3 +82,45 @@ def pages(folder: Path, kind: int) -> list[int]:
         count = int.from_bytes(content[number * PAGE + 12 : number * PAGE + 16], "little") if flags == 4 else 1
         number += count
     return found
+
+
+def relocate(file: Path, pages: int) -> None:
+    """Move all pages but the meta pages of an LMDB ``pages`` further out, over a hole in the file. Free pages are
+    forgotten."""
+    content = bytearray(file.read_bytes())
+
+    def add(at: int, size: int) -> None:
+        number = int.from_bytes(content[at : at + size], "little")
+        if number != 2 ** (8 * size) - 1:  # no page
+            content[at : at + size] = (number + pages).to_bytes(size, "little")
+
+    number = 2
+    while number < len(content) // PAGE:
+        base = number * PAGE
+        add(base, 8)
+        flags = int.from_bytes(content[base + 10 : base + 12], "little")
+        if flags & 4:
+            number += int.from_bytes(content[base + 12 : base + 16], "little")
+            continue
+        lower = int.from_bytes(content[base + 12 : base + 14], "little")
+        for slot in range(16, lower, 2):
+            node = base + int.from_bytes(content[base + slot : base + slot + 2], "little")
+            key_size = int.from_bytes(content[node + 6 : node + 8], "little")
+            if flags & 1:
+                add(node, 6)
+            elif content[node + 4] & 1:
+                add(node + 8 + key_size, 8)
+        number += 1
+    for meta in (0, PAGE):
+        content[meta + 80 : meta + 88] = b"\xff" * 8  # root of the free list
+        content[meta + 56 : meta + 80] = bytes(24)
+        content[meta + 48 : meta + 56] = bytes(8)
+        add(meta + 128, 8)
+        add(meta + 136, 8)
+        content[meta + 32 : meta + 40] = ((pages * PAGE) + (64 << 20)).to_bytes(8, "little")
+    with open(file, "r+b") as out:
+        out.write(content[: 2 * PAGE])
+        out.seek((pages + 2) * PAGE)
+        out.write(content[2 * PAGE :])
+        out.seek(2 * PAGE)
+        out.write(bytes(min(len(content) - 2 * PAGE, pages * PAGE)))
