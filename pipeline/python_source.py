@@ -86,7 +86,7 @@ class PythonSource(Source):
         if sample.shape != self._shape and (self.blobs or sample.ndim != 3):
             raise self._no_sample(index, f"samples of shape {self._shape}, as sample 0", f"shape {sample.shape}")
         channels, height, width = datum.three_sides(sample.shape)
-        shape = {"channels": channels, "height": height, "width": width}
+        shape: dict[str, Any] = {"channels": channels, "height": height, "width": width}
         many = None if isinstance(label, int) or label is None else label.reshape(-1)
         number = label if isinstance(label, int) else None
         if sample.dtype == np.uint8:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 from gpu.data_layers import data_layer
 from gpu.layers.base import Shape, register
@@ -21,7 +22,7 @@ class ImageData(Data):
 class HDF5Data(ImageData):
     """Rows of data sets in HDF5 files, one data set for each top."""
 
-    n_tops = (1, math.inf)
+    n_tops: ClassVar[tuple[int, float]] = (1, math.inf)  # type: ignore[assignment]
 
     def default_shapes(self) -> list[Shape]:
         shapes = super().default_shapes()

@@ -69,6 +69,21 @@ def write_mean(path: Path, image: np.ndarray) -> str:
     return str(path)
 
 
+def photos(folder: Path) -> Path:
+    """The 24 image files behind ``crops24_encoded_native_lmdb`` as files, and Caffe's list of them: ``list.txt``."""
+    from datasets.source import open_source
+
+    with open_source("tests/data/db/crops24_encoded_native_lmdb") as source:
+        for index in range(len(source)):
+            record = source.read(index)
+            file = folder / "crops" / record.key.decode().split("_", 1)[1]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(datum.parse(record.value).data)
+    path = folder / "list.txt"
+    path.write_bytes(Path("tests/data/crops24_list.txt").read_bytes())
+    return path
+
+
 def commit(path: str) -> None:
     """One more record in an LMDB, written by another process."""
     script = (
