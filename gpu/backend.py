@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu import determinism
 from gpu.threads import set_threads
 from profiler.errors import MissingExtraError, StallscopeError, UsageError
 
@@ -24,11 +25,16 @@ NAMES = ("auto", "numpy", "cupy", "emulated")
 
 @dataclass(frozen=True)
 class Backend:
-    """``name``: numpy, cupy or emulated. ``xp``: the array module. ``reason``: one line saying why this one."""
+    """``name``: numpy, cupy or emulated. ``xp``: the array module. ``reason``: one line saying why this one.
+
+    ``deterministic``: the same bits at every run on one machine. ``cudnn``: auto (where it is installed) or off.
+    """
 
     name: str
     xp: ModuleType
     reason: str
+    deterministic: bool = True
+    cudnn: str = "auto"
 
     def to_numpy(self, array: Any) -> np.ndarray:
         """The array on the host; a NumPy array is returned as it is, without a copy."""
@@ -39,7 +45,7 @@ class Backend:
 class CupyProbe:
     """What trying cupy gave: ``module`` where it is usable, otherwise the ``problem`` in a few words and the ``error``.
 
-    ``kind``: ok, not_installed, no_libcuda, no_device, hidden, two_distributions or broken.
+    ``kind``: ok, not_installed, no_libcuda, no_toolkit, no_device, hidden, two_distributions or broken.
     """
 
     kind: str
@@ -49,11 +55,11 @@ class CupyProbe:
     error: BaseException | None = None
 
 
-def select_backend(name: str | Backend = "auto") -> Backend:
+def select_backend(name: str | Backend = "auto", *, deterministic: bool = True, cudnn: str = "auto") -> Backend:
     """The backend called ``name``; ``auto`` takes cupy where it is usable and NumPy where it is not.
 
     Raises UsageError for an unknown name, MissingExtraError where cupy was asked for and is not installed, and
-    StallscopeError where it is installed and cannot be used.
+    StallscopeError where it is installed and cannot be used, or not deterministically (:mod:`gpu.determinism`).
     """
     if isinstance(name, Backend):
         return name
@@ -63,10 +69,14 @@ def select_backend(name: str | Backend = "auto") -> Backend:
         return Backend("emulated", np, "asked for by name: NumPy's numbers, an accelerator's timing")
     if name not in NAMES:
         raise UsageError(f"unknown backend {name!r}", expected=" | ".join(NAMES), found=name)
+    if deterministic and cupy_distributions():
+        determinism.prepare()
     probe = probe_cupy()
     if probe.module is not None:
+        if deterministic:
+            determinism.verify(probe.module)
         reason = f"cupy {probe.module.__version__} is usable" if name == "auto" else "asked for by name"
-        return Backend("cupy", probe.module, reason)
+        return Backend("cupy", probe.module, reason, deterministic, cudnn)
     if name == "auto":
         return Backend("numpy", np, f"cupy is not usable: {probe.problem}")
     if probe.kind == "not_installed":
@@ -90,7 +100,7 @@ def cupy_distributions() -> list[str]:
 
 
 def probe_cupy() -> CupyProbe:
-    """Import cupy, count devices and run one kernel; never raises for anything that is wrong with the machine."""
+    """Import cupy, count devices, run one kernel and one product; never raises for what is wrong with the machine."""
     installed = cupy_distributions()
     if len(installed) > 1:
         # Two wheels write into the same folder; which files won decides what fails, so nothing it says can be trusted.
@@ -115,10 +125,14 @@ def probe_cupy() -> CupyProbe:
         return _no_device(None)
     try:
         total = int((cupy.arange(5) + 1).sum())
+        ones = cupy.ones((3, 3), np.float32)
+        product = float(cupy.matmul(ones, ones)[0, 0])
     except Exception as error:
         return _failed(error, "failed its first kernel")
-    if total != 15:
-        return CupyProbe("broken", problem=f"first kernel gave {total} instead of 15", hint="check driver and wheel")
+    for what, found, wanted in (("kernel", total, 15), ("product", product, 3)):
+        if found != wanted:
+            problem = f"first {what} gave {found} instead of {wanted}"
+            return CupyProbe("broken", problem=problem, hint="check driver and wheel")
     return CupyProbe("ok", module=cupy)
 
 
@@ -136,6 +150,13 @@ def _failed(error: Exception, doing: str) -> CupyProbe:
             "no_libcuda",
             problem=f"no CUDA driver, or one too old for this cupy: {text}",
             hint="install or update the driver, or, in the checkout: pip install '.[gpu12]'",
+            error=error,
+        )
+    if "failure finding" in lowered and ".so" in lowered:
+        return CupyProbe(
+            "no_toolkit",
+            problem=f"a CUDA library is missing: {text[:200]}",
+            hint="in the checkout: pip install '.[gpu]', which brings NVIDIA's libraries",
             error=error,
         )
     if "nodevice" in lowered or "no cuda-capable device" in lowered:

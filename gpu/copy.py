@@ -6,20 +6,28 @@
 The host blocks on the copy event in ``Upload.wait``, so that what is exposed of a copy is measured there and not
 charged to whatever synchronises next, and on the compute event at the end of a compute block, for the same reason. A
 step's kernels are thus never submitted before its copy is complete, while the copy of the next step runs beside them.
+
+A thread waits for each copy's end, so that a slot is given back then and not when the loop comes by, and the record
+says when the copy was over.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from typing import Any
 
 import numpy as np
 
 from gpu.backend import Backend
-from gpu.device import Device, Upload
+from gpu.determinism import OneStream
+from gpu.device import STAGING, Device, Upload
 from gpu.pinned import PinnedRanges, process_ranges
 from profiler.events import Kind, Stage
 from profiler.recorder import NULL
+
+_JOIN_S = 3.0
 
 
 class CupyUpload(Upload):
@@ -41,14 +49,20 @@ class CupyDevice(Device):
 
     upload_type = CupyUpload
 
-    def __init__(self, backend: Backend, recorder: Any = NULL) -> None:
-        super().__init__(backend, recorder)
+    def __init__(self, backend: Backend, recorder: Any = NULL, staging: int = STAGING) -> None:
+        super().__init__(backend, recorder, staging)
         self._cuda = backend.xp.cuda
+        self._number = self._cuda.Device().id
         self._copy_stream = self._cuda.Stream(non_blocking=True)
         self._compute_done: Any = None
         self._compute_began: Any = None
+        self._one_stream = OneStream()
         self._pinned: PinnedRanges = process_ranges(backend.xp)
         self._registered: list[Any] = []
+        self._settling = threading.Lock()
+        self._begun: queue.SimpleQueue[CupyUpload | None] = queue.SimpleQueue()
+        self._watcher = threading.Thread(target=self._watch, name="copy-watcher", daemon=True)
+        self._watcher.start()
 
     def register(self, memory: Any) -> bool:
         pinned = self._pinned.register(memory)
@@ -76,22 +90,40 @@ class CupyDevice(Device):
             # These buffers were last read by compute that was submitted before this upload.
             stream.wait_event(self._compute_done)
         upload._sources = sources
-        upload._begun, upload._ended = self._cuda.Event(), self._cuda.Event()
+        # The watcher sleeps on the second one; an event that does not block keeps a core busy instead.
+        upload._begun, upload._ended = self._cuda.Event(), self._cuda.Event(block=True)
         upload._begun.record(stream)
         for name, source in sources.items():
             # Straight from the slot: cupy's set() and asarray() may stage through a pinned buffer of their own. From
             # pageable memory CUDA stages the copy before it returns, which is slow and just as safe.
             upload._arrays[name].data.copy_from_host_async(source.ctypes.data, source.nbytes, stream)
         upload._ended.record(stream)
+        self._begun.put(upload)
+
+    def _watch(self) -> None:
+        self._cuda.Device(self._number).use()  # a thread starts on device 0
+        while (upload := self._begun.get()) is not None:
+            self._settle(upload)
+            del upload  # it may hold host arrays whose owner wants to unmap them
 
     def _settle(self, upload: Upload) -> None:
         assert isinstance(upload, CupyUpload)
-        if upload._copied.is_set():
-            return
+        failed: BaseException | None = None
         try:
             upload._ended.synchronize()
-            took_ns = round(self._cuda.get_elapsed_time(upload._begun, upload._ended) * 1e6)
         except Exception as error:  # CUDARuntimeError; raised where the upload is waited for
+            failed = error
+        with self._settling:
+            if not upload._copied.is_set():
+                self._note_end(upload, failed)
+        upload._finish()
+
+    def _note_end(self, upload: CupyUpload, failed: BaseException | None) -> None:
+        try:
+            if failed is not None:
+                raise failed
+            took_ns = round(self._cuda.get_elapsed_time(upload._begun, upload._ended) * 1e6)
+        except Exception as error:
             upload._error = error
         else:
             # Device and host clocks are not the same: the length is the device's, the end is when the host saw it.
@@ -107,11 +139,14 @@ class CupyDevice(Device):
                 nbytes=upload.nbytes,
             )
         upload._sources = None
-        upload._copied.set()
+        upload._copied.set()  # under the lock: two threads may have seen the end, one of them writes it down
 
     def _begin_compute(self) -> None:
+        stream = self._cuda.get_current_stream()
+        if self.backend.deterministic:
+            self._one_stream.check(stream)
         self._compute_began = self._cuda.Event()
-        self._compute_began.record(self._cuda.get_current_stream())
+        self._compute_began.record(stream)
 
     def _finish_compute(self, began_ns: int, step: int, epoch: int) -> None:
         event = self._cuda.Event()
@@ -128,6 +163,8 @@ class CupyDevice(Device):
 
     def _shut_down(self) -> None:
         self.synchronize()
+        self._begun.put(None)
+        self._watcher.join(_JOIN_S)
         for memory in self._registered:
             self._pinned.unregister(memory)
         self._registered.clear()

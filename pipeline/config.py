@@ -122,6 +122,7 @@ class FeedConfig(_Model):
     topology: Literal["fused", "split"] = _choice("fused", "fused or split")
     max_restarts: int = _integer(3, 0, 1000, "how many lost workers are replaced")
     stall_timeout_s: float = _number(60.0, 0.1, 86_400, "seconds without any progress before the job gives up")
+    poison: bool = _choice(False, "true or false: fill slots with 0xFF when they are free, to find a late reader")
 
 
 class DeviceConfig(_Model):
@@ -129,7 +130,9 @@ class DeviceConfig(_Model):
     step_ms: float = _number(20.0, 0, 3_600_000, "emulated: nominal milliseconds of a step")
     h2d_gbps: float = _number(12.0, 0.001, 100_000, "emulated: copy bandwidth in GB/s")
     h2d_delay_ms: float = _number(0.0, 0, 60_000, "emulated: delay of a copy in milliseconds")
+    staging: int = _integer(2, 1, 64, "buffers on the device; with n, up to n - 1 batches are copied ahead")
     deterministic: bool = _choice(True, "true or false")
+    cudnn: Literal["auto", "off"] = _choice("auto", "auto or off")
     precision: Literal["fp32", "fp16"] = _choice("fp32", "fp32 or fp16")
     blas_threads: int = _integer(1, 1, 1024, "BLAS threads of the trainer")
 

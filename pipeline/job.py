@@ -20,6 +20,7 @@ from pipeline.config import Config, Phase
 from pipeline.display import Display
 from pipeline.memorylog import MemoryLog
 from pipeline.records import RecordLog
+from pipeline.remarks import noted, reader_slots
 from pipeline.signals import StopRequest
 from profiler import hashing, recorder, store
 from profiler.errors import StallscopeError, UsageError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from gpu.backend import Backend
     from gpu.net import ParamShapesError
     from pipeline.feed import Batch, Feed
+    from pipeline.staging import StagedBatch
 
 
 _log = logging.getLogger(__name__)
@@ -39,7 +41,10 @@ class NoSolver:
 
     lr: float | None = None
 
-    def step_on(self, inputs: Mapping[str, Any], *, epoch: int = -1) -> float:
+    def take(self, inputs: Mapping[str, Any]) -> None:
+        """There is no net that could take them."""
+
+    def step_on(self, *, epoch: int = -1) -> float:
         return math.nan
 
 
@@ -51,6 +56,7 @@ class Job:
     step: number of updates done, which is also the number of the next step.
     first_step, last_step: where this part of the run began, and how many updates there are in all.
     recorder, feed, device, solver: see docs/design.md, section 5.
+    batches: the feed's batches on their way to the device, for the loop.
     test_results: ``{"step": updates done, output: mean, ...}`` of each test so far.
     last_loss: of the newest step, None before the first. feed_stats: the feed's figures at the end.
     """
@@ -105,9 +111,11 @@ class Job:
         """True when all iterations are done or a signal asked to stop."""
         return self.step >= self.last_step or bool(self.stop)
 
-    def inputs(self, batch: Batch) -> dict[str, np.ndarray]:
-        """The host arrays of a batch by the names of the net's inputs."""
-        return self._named(batch, "TRAIN")
+    def hand_over(self, batch: StagedBatch, arrays: Mapping[str, Any]) -> None:
+        """The net takes the batch's arrays for its next step."""
+        self._fed = ("TRAIN", batch.ids, batch.labels)  # should a label turn out wrong: whose it is
+        self.solver.take(arrays)
+        batch.taken()
 
     def test_is_due(self) -> bool:
         """Before step i when i is a multiple of test_interval, as in Caffe; not twice at the same place."""
@@ -123,7 +131,7 @@ class Job:
         self.test_results.append({"step": self.step, **means})
         self.display.test(self.step, means)
 
-    def fingerprint_inputs(self, batch: Batch, arrays: Mapping[str, Any]) -> None:
+    def fingerprint_inputs(self, batch: StagedBatch, arrays: Mapping[str, Any]) -> None:
         """Log the batch's record numbers and, with ``fingerprints: step``, the hashes of what the step consumes."""
         self._records.add(batch.step, batch.epoch, batch.ids)
         if self.config.profile.fingerprints == "off":
@@ -135,7 +143,7 @@ class Job:
         on_device = [self.device.backend.to_numpy(array) for array in arrays.values()]
         # "fill" covers all labels together, used by the net or not.
         labels = [array.reshape(len(batch), -1) for array in on_device[1:]]
-        if len(labels) != len(batch.blobs) - 1 or not labels:
+        if len(labels) != len(self.feed.blob_shapes) - 1 or not labels:
             labels = [batch.labels]
         whole = labels[0] if len(labels) == 1 else np.concatenate(labels, axis=1)
         write(batch.step, "device", hashing.ordered_parts([on_device[0], whole]))
@@ -202,20 +210,30 @@ class Job:
         began_ns = time.monotonic_ns()
         config, stack = self.config, self._stack
         self._open_recorder()
-        backend = select_backend(config.device.backend)
         device = config.device
+        backend = select_backend(device.backend, deterministic=device.deterministic, cudnn=device.cudnn)
         nominal = {"step_ms": device.step_ms, "h2d_gbps": device.h2d_gbps, "h2d_delay_ms": device.h2d_delay_ms}
         emulated = nominal if backend.name == "emulated" else {}
-        self.device = stack.enter_context(open_device(backend, recorder=self.recorder, **emulated))
+        self.device = stack.enter_context(
+            open_device(backend, staging=device.staging, recorder=self.recorder, **emulated)
+        )
         self._look_at_data()
         if config.feed.engine == "ray":
             from pipeline import ray_runtime
 
             stack.enter_context(ray_runtime.running(config, address))
-        self.feed = self._open_feed("TRAIN", self.step, self.last_step)
+        self.feed = self._make_feed("TRAIN", self.step, self.last_step)
         if self._start is not None:
             self.feed.remember_bad(self._start.sidecar.get("position", {}).get("bad_records", ()))
+        # Before any memory of the rings is taken: a job that is too large is told what all of it needs.
         self.solver: Any = NoSolver() if config.only_feeds else self._open_solver(backend)
+        for feed in self._feeds:
+            stack.enter_context(feed)
+        self._open_staging()
+        if not config.only_feeds:
+            from gpu.warm import warm_up
+
+            warm_up(backend)  # beside the start of the workers
         self._records = stack.enter_context(contextlib.closing(RecordLog(self.folder, self.recorder)))
         watched = config.profile.detail != "off" and not config.only_feeds
         self._memory = stack.enter_context(contextlib.closing(MemoryLog(self.folder))) if watched else None
@@ -241,6 +259,7 @@ class Job:
         recorder.set_current(self.recorder)
         stack.callback(recorder.set_current, recorder.NULL)
         self.recorder.watch_gc()
+        stack.enter_context(noted(self.recorder))
         if profile.samplers_hz and profile.detail != "off":
             sampler = Sampler(self.folder, profile.samplers_hz)
             sampler.start()
@@ -260,26 +279,41 @@ class Job:
                 sniffed = not self.config.source(phase).backend and source.backend not in ("memory", "python")
                 told = " (no backend named: told by what lies there)" if sniffed else ""
                 self.display.say(f"data.{phase.lower()}: {source.name}, {len(source):,} records{told}")
+                for line in reader_slots(self.recorder):
+                    self.display.say(line)
                 self.identities[phase.lower()] = runfolder.data_identity(source)
         self.stream = runfolder.stream(self.config, self.identities["train"])
         if self._start is not None:
             checkpoint.check_same_stream(self._start, self.stream)
 
-    def _open_feed(self, phase: Phase, start: int, stop: int | None, cycle: int | None = None) -> Feed:
+    def _make_feed(self, phase: Phase, start: int, stop: int | None, cycle: int | None = None) -> Feed:
         from pipeline.feed import Feed
 
         origin = self._start.origin if self._start is not None and phase == "TRAIN" else 0
         feed = Feed(self.config, phase, start, stop, self.recorder, cycle=cycle, origin=origin)
-        self._stack.enter_context(feed)
         self._feeds.append(feed)
         return feed
+
+    def _open_staging(self) -> None:
+        """Page-lock the slots, allocate where batches are copied to, and see to it that no copy outlives the slots."""
+        from pipeline.staging import Staging
+
+        feed, device = self.feed, self.device
+        self.batches = Staging(feed, device, lambda batch: self._named(batch, "TRAIN"))
+        self._stack.callback(device.close)
+        pinned = device.register(feed.memory)
+        self.recorder.note("staging", buffers=device.ahead + 1, pinned_bytes=feed.memory.nbytes if pinned else 0)
+        shapes = feed.blob_shapes[: len(self._names["TRAIN"])]
+        dtypes = [np.float32, np.float32 if len(feed.label_shape) > 1 else np.int32]
+        device.reserve(
+            {name: (shape, dtype) for name, shape, dtype in zip(self._names["TRAIN"], shapes, dtypes, strict=False)}
+        )
 
     def _open_solver(self, backend: Backend) -> Any:
         from datasets import caffe_pb2
         from gpu.net import ParamShapesError
         from gpu.prototxt import read_message
         from gpu.solver import Solver
-        from gpu.warm import warm_up
 
         config, param = self.config, caffe_pb2.SolverParameter()
         read_message(Path(str(config.solver)), param)
@@ -287,9 +321,8 @@ class Job:
         shapes, test_shapes = self._input_shapes("TRAIN", self.feed), None
         if len(param.test_iter) and param.test_interval:
             self._test_iterations, self._test_interval = int(param.test_iter[0]), int(param.test_interval)
-            self._test_feed = self._open_feed("TEST", 0, None, cycle=self._test_iterations)
+            self._test_feed = self._make_feed("TEST", 0, None, cycle=self._test_iterations)
             test_shapes = self._input_shapes("TEST", self._test_feed)
-        warm_up(backend)
         try:
             solver = Solver(
                 str(config.solver),
@@ -299,6 +332,7 @@ class Job:
                 test_input_shapes=test_shapes,
                 seed=None if param.random_seed >= 0 else config.run.seed,
                 reuse=config.profile.fingerprints != "layer",  # those look at every blob after the step
+                beside={f"the ring of {f.spec.phase} (feed.depth {f.spec.depth})": f.memory_bytes for f in self._feeds},
             )
         except ParamShapesError as error:
             raise self._other_samples(error) from error
@@ -381,11 +415,12 @@ class Job:
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def _named(self, batch: Batch, phase: Phase) -> dict[str, np.ndarray]:
-        self._fed = (phase, batch.ids.copy(), batch.labels.copy())  # should a label turn out wrong: whose it is
+        """The host arrays of a batch by the names of the net's inputs."""
         return dict(zip(self._names[phase], batch.blobs, strict=False))
 
     def _test_inputs(self) -> Iterator[dict[str, np.ndarray]]:
         for _ in range(self._test_iterations):
             batch = next(self._test_feed)
+            self._fed = ("TEST", batch.ids.copy(), batch.labels.copy())  # as in hand_over
             yield self._named(batch, "TEST")
             batch.release()

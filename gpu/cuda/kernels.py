@@ -67,7 +67,8 @@ def checked(name: str, count: int, arguments: tuple[Any, ...]) -> list[Any]:
     Raises StallscopeError for arrays of another type, arrays that are not C-contiguous, and more than 2**31 - 1
     values, since a kernel would read them wrongly without a word.
     """
-    letters, out, given = KERNELS[name].arguments, [], list(arguments)
+    letters, given = KERNELS[name].arguments, list(arguments)
+    out: list[Any] = []
     if not 0 <= count <= _MOST_VALUES:
         raise StallscopeError(
             f"kernel {name}: too many values for one launch", expected=f"<= {_MOST_VALUES}", found=count

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from gpu import backend
+from gpu.determinism import VARIABLES
 from profiler.errors import MissingExtraError, StallscopeError, UsageError
+from tests.gpu.test_determinism import core
 
 
 class FakeCudaError(RuntimeError):
@@ -30,6 +32,8 @@ def fake_cupy(device_count: Any = 1, arange: Any = np.arange) -> types.ModuleTyp
     module.cuda = types.SimpleNamespace(runtime=types.SimpleNamespace(getDeviceCount=get_device_count))
     module.arange = arange
     module.asnumpy = np.asarray
+    module.ones, module.matmul = np.ones, np.matmul
+    module._core = core()._core
     return module
 
 
@@ -53,6 +57,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
             monkeypatch.setitem(sys.modules, "cupy", found)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, variable in VARIABLES.items():
+        monkeypatch.setenv(name, variable.value)
     return do
 
 
@@ -94,6 +100,12 @@ FAILURES = [
     ),
     pytest.param(fake_cupy(arange=lambda n: np.zeros(n)), None, "instead of 15", id="wrong-numbers"),
     pytest.param(
+        fake_cupy(FakeCudaError('Failure finding "libcublasLt.so.13": No such file')),
+        None,
+        "a CUDA library is missing",
+        id="no-toolkit",
+    ),
+    pytest.param(
         fake_cupy(),
         ["cupy-cuda12x 13.6.0", "cupy-cuda13x 14.0.0"],
         "2 cupy distributions are installed over each other",
@@ -128,6 +140,24 @@ def test_the_import_error_is_kept(install: Any) -> None:
     with pytest.raises(StallscopeError) as caught:
         backend.select_backend("cupy")
     assert caught.value.__cause__ is cause
+
+
+def test_determinism_is_arranged_or_refused(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(fake_cupy())
+    chosen = backend.select_backend("auto", cudnn="off")
+    assert (chosen.deterministic, chosen.cudnn) == (True, "off")
+    monkeypatch.setenv("CUPY_TF32", "1")
+    for name in ("auto", "cupy"):  # auto must not train on the CPU because of a variable
+        with pytest.raises(StallscopeError, match="CUPY_TF32 is set"):
+            backend.select_backend(name)
+    assert backend.select_backend("numpy").name == "numpy"
+    assert not backend.select_backend("cupy", deterministic=False).deterministic
+    monkeypatch.setenv("CUPY_TF32", "0")
+    switched = fake_cupy()
+    switched._core = core(compute=7)._core
+    install(switched)
+    with pytest.raises(StallscopeError, match="reduced precision"):
+        backend.select_backend("cupy")
 
 
 def test_not_installed_names_the_extra(install: Any) -> None:

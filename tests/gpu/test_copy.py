@@ -31,6 +31,7 @@ class FakeStream:
             self.done += 1
 
     done = 0
+    ptr = property(id)
 
     def wait_event(self, event: FakeEvent) -> None:
         self.work.append(event.synchronize)
