@@ -1,0 +1,244 @@
+"""``python -m gpu.crosscheck NET.prototxt [--backends numpy,cupy|float64]``: rounding or bug, layer by layer.
+
+Every backend computes each layer from the same arrays, and the whole net as it is used; float64 judges all of them, the
+CPU included. Bounds: :mod:`gpu.error_bounds`. With ``--precision fp16``: which layers need float32
+(:mod:`gpu.sensitivity`).
+
+The JSON document::
+
+    schema, net, phase, shapes, seed, weights, versions
+    sides     [backend]
+    verdict   rounding | unclear | bug: the worst of all
+    first     {side: {layer, mode, tensor}}, the first offender of each side; null where there is none
+    layers    [{layer, type, terms {forward, bottom, param}, problems {side: text},
+               tensors [{side, mode: isolated | cumulative, name, absolute, relative, ulp, l2, bound, verdict}]}]
+    precision as :mod:`gpu.sensitivity` says, or null
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu.backend import select_backend
+from gpu.layer_check import BUG, ROUNDING, Checked, check_layers, overall
+from gpu.net import Net
+from gpu.probe import add_arguments, bare_graph, load_filtered, quiet_net, random_inputs, shapes_from, versions
+from profiler import cli
+from profiler.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA = 1
+_COLOURS = {ROUNDING: "green", "unclear": "yellow", BUG: "red"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Returns 1 where a layer is further off than rounding explains."""
+    parser = cli.Parser(prog="python -m gpu.crosscheck", description="Compare backends with float64, layer by layer.")
+    add_arguments(parser, "TRAIN")
+    parser.add_argument(
+        "--backends",
+        metavar="A,B",
+        help="numpy, cupy, emulated; float64 is always the judge (default: numpy, and cupy where it is usable)",
+    )
+    parser.add_argument("--precision", choices=("fp16",), help="find the layers that need more than 16 bits instead")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.02, help="with --precision: relative change of the gradient"
+    )
+    parser.add_argument("--all", action="store_true", help="show every layer, not only the worst of each side")
+    parser.add_argument("--json", metavar="F", help="write the results, - for standard output")
+    arguments = parser.parse_args(argv)
+    if not 0 < arguments.tolerance < 1:
+        raise UsageError("--tolerance is out of range", expected="between 0 and 1", found=arguments.tolerance)
+    document = examine(arguments)
+    if arguments.json == "-":
+        sys.stdout.write(cli.dumps(document) + "\n")
+    else:
+        if arguments.json:
+            write(arguments.json, document)
+        from rich.console import Console
+
+        render(document, Console(), arguments.all)
+    return cli.EXIT_NOT_FINE if document["verdict"] == BUG else cli.EXIT_OK
+
+
+def examine(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The JSON document. Raises StallscopeError for nets and arguments that cannot be followed."""
+    names = _sides(arguments.backends)
+    filtered = load_filtered(arguments)
+    shapes = shapes_from(arguments)
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "net": arguments.net,
+        "phase": arguments.phase,
+        "seed": arguments.seed,
+        "weights": arguments.weights,
+        "versions": versions(),
+        "sides": names,
+    }
+
+    def build(name: str, precision: str = "fp32", keep_fp32: Collection[str] = ()) -> Net:
+        return quiet_net(
+            arguments.net,
+            arguments.phase,
+            arguments.weights,
+            tuple(arguments.stage),
+            backend=select_backend(name),
+            input_shapes=shapes,
+            seed=arguments.seed,
+            precision=precision,
+            keep_fp32=keep_fp32,
+        )
+
+    inputs = random_inputs(bare_graph(filtered, shapes, arguments.seed), arguments.seed)
+    document["shapes"] = {name: list(array.shape) for name, array in inputs.items()}
+    if arguments.precision:
+        from gpu.sensitivity import sensitivity
+
+        found = sensitivity(lambda precision, keep: build(names[0], precision, keep), inputs, arguments.tolerance)
+        return document | {"verdict": ROUNDING, "first": None, "layers": [], "precision": found}
+    checked = check_layers(filtered, {name: build(name) for name in names}, inputs, shapes, arguments.seed)
+    return document | {
+        "verdict": overall(checked),
+        "first": {name: _first(checked, name) for name in names},
+        "layers": [_layer(each) for each in checked],
+        "precision": None,
+    }
+
+
+def _sides(given: str | None) -> list[str]:
+    if given is None:
+        auto = select_backend("auto")
+        return ["numpy", "cupy"] if auto.name == "cupy" else ["numpy"]
+    names = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
+    unknown = [name for name in names if name not in ("numpy", "cupy", "emulated", "float64")]
+    if unknown or not names:
+        raise UsageError(
+            "--backends names what is no backend", expected="numpy, cupy, emulated, float64", found=given or "nothing"
+        )
+    return [name for name in names if name != "float64"] or ["numpy"]
+
+
+def _first(checked: Sequence[Checked], side: str) -> dict[str, str] | None:
+    """The first layer that is wrong by itself; else the first at which the whole net is."""
+    for mode in ("isolated", "cumulative"):
+        for each in checked:
+            if mode == "isolated" and side in each.problems:
+                return {"layer": each.layer, "mode": mode, "tensor": each.problems[side]}
+            for tensor in each.tensors:
+                if (tensor.side, tensor.mode, tensor.verdict) == (side, mode, BUG):
+                    return {"layer": each.layer, "mode": mode, "tensor": tensor.name}
+    return None
+
+
+def _layer(each: Checked) -> dict[str, Any]:
+    return {
+        "layer": each.layer,
+        "type": each.type,
+        "terms": {"forward": each.terms.forward, "bottom": each.terms.bottom, "param": each.terms.param},
+        "problems": each.problems,
+        "tensors": [
+            {
+                "side": t.side,
+                "mode": t.mode,
+                "name": t.name,
+                "absolute": t.distance.absolute,
+                "relative": t.distance.relative,
+                "ulp": t.distance.ulp,
+                "l2": t.distance.l2,
+                "bound": t.bound,
+                "verdict": t.verdict,
+            }
+            for t in each.tensors
+        ],
+    }
+
+
+def write(path: str, document: dict[str, Any]) -> None:
+    """Write a JSON document. Raises UsageError where that is not possible."""
+    try:
+        Path(path).write_text(cli.dumps(document) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"the results cannot be written to {path}: {error.strerror}") from error
+
+
+def render(document: dict[str, Any], console: Console, everything: bool = False) -> None:
+    """Show the verdicts as a table: of each layer the tensor that comes nearest to its bound, or is furthest beyond."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    if document["precision"] is not None:
+        from gpu import sensitivity
+
+        sensitivity.render(document["precision"], console)
+        return
+    for side in document["sides"]:
+        table = Table(title=f"{side} against float64", title_justify="left", box=None, pad_edge=False)
+        for name in ("layer", "type", "worst tensor", "relative", "ulp", "of bound", "whole net", "verdict"):
+            left = name in ("layer", "type", "worst tensor", "verdict")
+            table.add_column(name, justify="left" if left else "right", overflow="fold")
+        rows = [row for each in document["layers"] if (row := _row(each, side)) is not None]
+        shown = rows if everything else [row for row in rows if row[0] != ROUNDING] or _worst(rows)
+        for verdict, _, cells in shown:
+            colour = _COLOURS[verdict]
+            table.add_row(*(escape(cell) for cell in cells), f"[{colour}]{verdict}[/{colour}]")
+        console.print(table)
+        if len(shown) < len(rows):
+            console.print(f"{len(rows) - len(shown)} more layers: --all shows them", style="dim", highlight=False)
+        console.print(_sentence(document, side), highlight=False)
+
+
+def _row(each: dict[str, Any], side: str) -> tuple[str, float, list[str]] | None:
+    if side in each["problems"]:
+        return BUG, float("inf"), [each["layer"], each["type"], each["problems"][side], "", "", "", ""]
+    alone = [t for t in each["tensors"] if (t["side"], t["mode"]) == (side, "isolated")]
+    if not alone:
+        return None
+    whole = [t for t in each["tensors"] if (t["side"], t["mode"]) == (side, "cumulative")]
+
+    def share(tensor: dict[str, Any]) -> float:
+        return float(tensor["l2"] / tensor["bound"]) if tensor["bound"] else 0.0 if not tensor["l2"] else float("inf")
+
+    worst = max(alone, key=share)
+    verdict = max((t["verdict"] for t in [*alone, *whole]), key=(ROUNDING, "unclear", BUG).index)
+    total = max((t["relative"] for t in whole), default=None)
+    return (
+        verdict,
+        share(worst),
+        [
+            each["layer"],
+            each["type"],
+            worst["name"],
+            f"{worst['relative']:.1e}",
+            f"{worst['ulp']:,.0f}",
+            f"{share(worst):.1%}",
+            "-" if total is None else f"{total:.1e}",
+        ],
+    )
+
+
+def _worst(rows: list[tuple[str, float, list[str]]]) -> list[tuple[str, float, list[str]]]:
+    """The five that come nearest to their bounds, in the net's order."""
+    chosen = sorted(rows, key=lambda row: -row[1])[:5]
+    return [row for row in rows if row in chosen]
+
+
+def _sentence(document: dict[str, Any], side: str) -> str:
+    first = document["first"][side]
+    if first is None:
+        return f"{side}: every layer differs from float64 by rounding alone."
+    how = (
+        "by itself, fed with the same arrays"
+        if first["mode"] == "isolated"
+        else "in the whole net, though not by itself"
+    )
+    return f"{side}: bug. Layer {first['layer']!r} is the first that is wrong {how} ({first['tensor']})."
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,209 @@
+"""Two backends against float64, layer by layer: the arithmetic of :mod:`gpu.crosscheck`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gpu.backend import Backend
+from gpu.error_bounds import (
+    UNIT,
+    WRONG,
+    Distance,
+    Lengths,
+    bound,
+    bound_over_layers,
+    distance,
+    largest,
+    lengths,
+    norm,
+    smooth,
+)
+from gpu.isolated import Double, Outcome, Work, perturbed, run, run_double
+from gpu.layers.base import Layer, Shape
+from gpu.layers.shape import Source
+from gpu.net import Net
+from gpu.probe import bare_graph, still, watching
+from gpu.prototxt import FilteredNet
+from gpu.wiring import Node
+
+ROUNDING, UNCLEAR, BUG = "rounding", "unclear", "bug"
+_ORDER = (ROUNDING, UNCLEAR, BUG)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One result of one layer on one side against float64. ``bound``: L2; ``mode``: isolated or cumulative."""
+
+    side: str
+    mode: str
+    name: str
+    distance: Distance
+    bound: float
+    verdict: str
+
+    @property
+    def share(self) -> float:
+        """Distance as a share of the bound."""
+        return self.distance.l2 / self.bound if self.bound else (math.inf if self.distance.l2 else 0.0)
+
+
+@dataclass
+class Checked:
+    """A layer with all its results. ``terms``: of its sums. ``problem``: what kept it from running on a side."""
+
+    layer: str
+    type: str
+    terms: Lengths
+    tensors: list[Tensor] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def verdict(self, mode: str, side: str | None = None) -> str:
+        """The worst of its results."""
+        if any(side in (None, where) for where in self.problems):
+            return BUG
+        of_mode = (t.verdict for t in self.tensors if t.mode == mode and side in (None, t.side))
+        return max(of_mode, key=_ORDER.index, default=ROUNDING)
+
+
+def check_layers(
+    filtered: FilteredNet,
+    nets: Mapping[str, Net],
+    inputs: Mapping[str, np.ndarray],
+    shapes: Mapping[str, Shape],
+    seed: int,
+) -> list[Checked]:
+    """Compare the nets, one for each side, with float64: layers one by one and all together.
+
+    Parameters
+    ----------
+    filtered, shapes, seed: what the nets were made from. nets: with equal parameters. inputs: by blob name.
+    """
+    first = next(iter(nets.values()))
+    params = {name: [blob.data for blob in blobs] for name, blobs in first.params.items()}
+    diffs = _output_diffs(first, seed)
+
+    def double(rounded: bool) -> tuple[Double, list[tuple[Node, Work]]]:
+        made = Double(bare_graph(filtered, shapes, seed), params)
+        return made, list(made.works(dict(inputs), diffs, rounded=rounded))
+
+    _, exact = double(rounded=False)
+    _, works = double(rounded=True)
+    rng = np.random.default_rng(seed)
+    checked = []
+    expected: list[tuple[Outcome, Outcome | None]] = []
+    for node, work in works:
+        wanted = run_double(node, work)
+        moved = perturbed(node, work, UNIT, rng) if smooth(node) and not isinstance(node.layer, Source) else None
+        expected.append((wanted, moved))
+        checked.append(Checked(node.layer.name, node.layer.type, lengths(node)))
+    for side, net in nets.items():
+        seen = _whole_pass(net, inputs, diffs)
+        _isolated(side, net, works, expected, checked)
+        _cumulative(side, seen, works, exact, checked)
+    return checked
+
+
+def _output_diffs(net: Net, seed: int) -> dict[str, np.ndarray]:
+    """Gradients to start from at outputs without a loss, as a caller would give them."""
+    rng = np.random.default_rng([seed, 1])
+    found = {}
+    for name in net.outputs:
+        value = net._graph.latest[name]
+        if not value.loss_weight and value.gradient:
+            found[name] = rng.standard_normal(value.shape).astype(np.float32)
+    return found
+
+
+def _isolated(
+    side: str,
+    net: Net,
+    works: Sequence[tuple[Node, Work]],
+    expected: Sequence[tuple[Outcome, Outcome | None]],
+    checked: Sequence[Checked],
+) -> None:
+    to_device = _to_device(net.backend)
+    for (node, work), (wanted, moved), into, layer in zip(works, expected, checked, net.layers, strict=True):
+        if isinstance(node.layer, Source):
+            continue
+        try:
+            found = run(layer, work, to_device, net.backend.to_numpy)
+        except Exception as error:  # a backend that fails in one layer is what this tool is for
+            into.problems[side] = f"{type(error).__name__}: {error}"
+            continue
+        for part in ("forward", "backward"):
+            for name, want in getattr(wanted, part).items():
+                got = getattr(found, part)[name]
+                other = None if moved is None else getattr(moved, part).get(name)
+                allowed = bound(want, other, into.terms.of(name))
+                apart = distance(got, want)
+                verdict = ROUNDING if apart.l2 <= allowed else BUG
+                into.tensors.append(Tensor(side, "isolated", name, apart, allowed, verdict))
+
+
+def _cumulative(
+    side: str,
+    seen: Mapping[str, Outcome],
+    works: Sequence[tuple[Node, Work]],
+    exact: Sequence[tuple[Node, Work]],
+    checked: Sequence[Checked],
+) -> None:
+    """Compare what one whole pass left with the exact pass; bounds come from the pass that rounds between layers."""
+    everything = largest([each.terms for each in checked])
+    for i, ((node, rounded), (_, pure), into) in enumerate(zip(works, exact, checked, strict=True)):
+        if isinstance(node.layer, Source) or node.layer.name not in seen:
+            continue
+        so_far = max((max(each.terms.forward, 1) for each in checked[: i + 1]), default=1)
+        found = seen[node.layer.name]
+        for part, terms, pures, rounds in (
+            ("forward", so_far, pure.tops, rounded.tops),
+            ("backward", everything, pure.top_diffs if pure.backward else [], rounded.top_diffs),
+        ):
+            kind = "top" if part == "forward" else "top gradient"
+            for j, (want, other) in enumerate(zip(pures, rounds, strict=False)):
+                got = getattr(found, part).get(f"{kind} {j}")
+                if got is None:
+                    continue
+                whole = want if got.shape == want.shape else want[: len(got)]
+                apart = distance(got, whole)
+                allowed = bound_over_layers(want, norm(other - want), terms)
+                verdict = ROUNDING if apart.l2 <= allowed else BUG if apart.relative > WRONG else UNCLEAR
+                into.tensors.append(Tensor(side, "cumulative", f"{kind} {j}", apart, allowed, verdict))
+
+
+def _whole_pass(net: Net, inputs: Mapping[str, np.ndarray], diffs: Mapping[str, np.ndarray]) -> dict[str, Outcome]:
+    """One pass through the net as it is used, in place and in its planned memory; what layers wrote and were given."""
+    seen: dict[str, Outcome] = {}
+    with still(net.layers), watching(net, lambda layer, part, arrays: _keep(net, seen, layer, part, arrays)):
+        net.forward_only(**inputs)
+        if any(node.backward for node in net._graph.nodes):
+            net.clear_param_diffs()
+            net.backward_only(**diffs)
+    net.iteration = 0
+    return seen
+
+
+def _keep(net: Net, seen: dict[str, Outcome], layer: Layer, part: str, arrays: Sequence[Any]) -> None:
+    outcome = seen.setdefault(layer.name, Outcome())
+    live = layer.live_shapes()
+    for i, array in enumerate(arrays):
+        whole = np.array(net.backend.to_numpy(array), np.float64)
+        if part == "forward":
+            outcome.forward[f"top {i}"] = whole if live is None else whole[: live[i][0]]
+        else:
+            outcome.backward[f"top gradient {i}"] = whole
+
+
+def _to_device(backend: Backend) -> Callable[[np.ndarray], Any]:
+    xp = backend.xp
+    return lambda values: xp.array(values, np.float32)
+
+
+def overall(checked: Sequence[Checked]) -> str:
+    """The worst verdict of all."""
+    verdicts = [each.verdict(mode) for each in checked for mode in ("isolated", "cumulative")]
+    return max(verdicts, key=_ORDER.index, default=ROUNDING)
