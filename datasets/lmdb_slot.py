@@ -170,6 +170,12 @@ def acquire(path: str, name: str, renew: bool = False) -> ReaderSlot:
         return slot
 
 
+def held() -> list[ReaderSlot]:
+    """The slots that this process holds now."""
+    with _lock:
+        return list(_slots.values())
+
+
 def hold(file: LmdbFile) -> tuple[ReaderSlot, Meta]:
     """The last state of a database, and this process's slot that keeps it."""
     path = os.path.dirname(file.path) if file.folder else file.path

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.maker import BatchMaker, LocalReader, Probe, Reader
 from pipeline.process import Process
+from pipeline.remarks import noted
 from pipeline.ring import Blocked, Claim, Ring, RingAddress
 from pipeline.spec import FeedSpec, TransformSpec
 from profiler.errors import UsageError
@@ -173,6 +174,7 @@ def recording(spec: FeedSpec, row: int, role: str = "worker") -> Iterator[Record
         set_current(recorder)
         recorder.watch_gc()
         try:
-            yield recorder
+            with noted(recorder):
+                yield recorder
         finally:
             set_current(NULL)

@@ -17,7 +17,8 @@ from profiler.timeline import PART, Timeline
 _LOST = "worker_lost"
 _SILENT = "worker_silent"
 _BAD = ("bad_record", "bad_records")
-_QUIET = ("closed", "gc_short", "layer", *_BAD)
+_WARNED = "data_warning"
+_QUIET = ("closed", "gc_short", "layer", _WARNED, *_BAD)
 _SELF = ("note", "t_ns", "wall_ns", "process", "name", "role", "actor", "pid")
 _MANY = 20
 
@@ -68,8 +69,8 @@ def outcome(run: Run) -> str:
 def collect(run: Run, events: np.ndarray, timeline: Timeline, attribution: Attribution) -> tuple[Finding, ...]:
     """All findings of a run, the gravest first. ``events``: EVENT[n] of all processes."""
     found = [
-        *_end(run, timeline), *_faults(run, events), *_silent(run), *_bad_records(run), *_growth(run),
-        *_notes(run), *_record(run, timeline, attribution),
+        *_end(run, timeline), *_faults(run, events), *_silent(run), *_bad_records(run),
+        *_data_warnings(run), *_growth(run), *_notes(run), *_record(run, timeline, attribution),
     ]  # fmt: skip
     rank = {"fault": 0, "warning": 1, "info": 2}
     return tuple(sorted(found, key=lambda finding: rank[finding.level]))
@@ -162,6 +163,12 @@ def _bad_records(run: Run) -> list[Finding]:
         first = next(iter(records.values()), {}).get("step")
         found.append(Finding("bad_records", "warning", text + ".", first if isinstance(first, int) else None))
     return found
+
+
+def _data_warnings(run: Run) -> list[Finding]:
+    """What was said of the data sets, once, whatever the number of processes that said it."""
+    texts = dict.fromkeys(str(note.get("text")) for note in run.notes if note.get("note") == _WARNED)
+    return [Finding(_WARNED, "warning", text) for text in texts][:_MANY]
 
 
 def _growth(run: Run) -> list[Finding]:

@@ -1,10 +1,9 @@
-"""The plain reading of an LMDB against its library: whatever the library wrote, both read the same, record by record."""
+"""The plain reading of an LMDB against its library: whatever the library wrote, both read alike, record by record."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import lmdb
@@ -68,10 +67,9 @@ def check(folder: Path, db: bytes | None = None) -> int:
 
 
 @pytest.fixture(params=[1 << 18, 0], ids=["gone through", "looked up"])
-def scanned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def scanned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 0 the places of pages are never taken over from a scan: each record is found by its key."""
     monkeypatch.setattr(lmdb_source, "_SCAN_LIMIT", request.param)
-    yield
 
 
 @pytest.mark.usefixtures("scanned")
