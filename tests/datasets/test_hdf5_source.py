@@ -179,7 +179,7 @@ def test_a_file_larger_than_memory_is_read_by_rows(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
         with open_source(sys.argv[1]) as source:
             records = source.read_many([2_999_999, 0, 1, 1_500_000])
-            print(len(source), datum.parse(records[0].value).float_data.sum(), datum.parse(records[1].value).float_data.sum())
+            print(len(source), *(datum.parse(record.value).float_data.sum() for record in records[:2]))
     """)
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "large.h5")], capture_output=True, text=True, check=False
