@@ -14,6 +14,7 @@ from gpu.memory import MemoryPlan, plan
 from profiler.errors import UsageError
 
 _NEVER = -1
+_TYPES = {4: np.float32, 2: np.float16}
 
 
 class Layout:
@@ -31,7 +32,7 @@ class Layout:
 
     def prepare(self, wanted: Lifetimes) -> MemoryPlan:
         """The plan for these lifetimes, without taking memory."""
-        key = tuple((request.nbytes, request.live) for request in wanted.requests)
+        key = tuple((request.nbytes, request.itemsize, request.live) for request in wanted.requests)
         made = self._plans.get(key)
         if made is None:
             if len(self._plans) >= _PLANS:
@@ -49,7 +50,9 @@ class Layout:
             self._block = arena.with_room(self._xp, lambda: arena.blocks(self._xp).take(total))
         else:
             self._block[...] = 0
-        self._views = [arena.view(self._block, buffer.offset, (buffer.nbytes // 4,)) for buffer in self.plan.buffers]
+        self._views = [
+            arena.view(self._block, b.offset, (b.nbytes // b.itemsize,), _TYPES[b.itemsize]) for b in self.plan.buffers
+        ]
         self._overlaps: dict[int, list[int]] = {}
         self._base = {False: _NEVER, True: _NEVER}  # when the last forward and the last backward began
         self._clock = 0
@@ -65,7 +68,7 @@ class Layout:
                     self._ending.setdefault(end, []).append((buffer, view))
 
     def array(self, index: int, shape: tuple[int, ...]) -> Any:
-        """The array of a buffer, float32."""
+        """The array of a buffer, float32 or float16."""
         return self._views[index].reshape(shape)
 
     @property

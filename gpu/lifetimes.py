@@ -10,11 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gpu.layers.base import Shape
 from gpu.layers.shape import Source
 from gpu.memory import Interval, Request
 from gpu.wiring import Graph, Node, Value
+
+if TYPE_CHECKING:
+    from gpu.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -26,14 +30,19 @@ class Lifetimes:
     data: dict[Value, int]
     diff: dict[Value, int]
     work: dict[Node, int]
+    casts: dict[tuple[Node, bool], int]
+    """Work space of a layer's casts, by (layer, whether backward)."""
     adding: dict[Node, list[int]]
     """One work space for each bottom whose gradient is added."""
     sums: dict[Node, list[int]]
     """One work space for each parameter of the layer."""
 
 
-def lifetimes(graph: Graph, backward: bool, work: Mapping[str, int]) -> Lifetimes:
-    """What a net asks for. ``backward``: with gradients. ``work``: float32 values of work space by layer name."""
+def lifetimes(graph: Graph, backward: bool, work: Mapping[str, int], precision: Precision | None = None) -> Lifetimes:
+    """What a net asks for. ``backward``: with gradients. ``work``: float32 values of work space by layer name.
+
+    ``precision``: what is stored in float16.
+    """
     nodes = graph.nodes
     back = [node for node in reversed(nodes) if node.backward] if backward else []
     start = len(nodes)
@@ -42,23 +51,26 @@ def lifetimes(graph: Graph, backward: bool, work: Mapping[str, int]) -> Lifetime
     times = [f"forward {node.layer.name}" for node in nodes]
     times += ["backward"] * backward + [f"backward {node.layer.name}" for node in back]
     whole = ((0, max(0, len(times) - 1)),)
-    made = Lifetimes([], times, {}, {}, {}, {}, {})
+    made = Lifetimes([], times, {}, {}, {}, {}, {}, {})
     groups: dict[Value, list[Value]] = {}
     for node in nodes:
         for top in node.tops:
             groups.setdefault(top.home, []).append(top)
     kept = {graph.latest[name].home for name in graph.outputs}
 
-    def ask(name: str, kind: str, shape: Shape, live: tuple[Interval, ...], pinned: bool = False) -> int:
-        made.requests.append(Request(name, kind, 4 * math.prod(shape), live, pinned))
+    def ask(name: str, kind: str, shape: Shape, live: tuple[Interval, ...], pinned: bool = False, size: int = 4) -> int:
+        made.requests.append(Request(name, kind, size * math.prod(shape), live, pinned, size))
         return len(made.requests) - 1
+
+    def stored(home: Value) -> int:
+        return 2 if precision is not None and precision.is_half(home) else 4
 
     names = _names(groups)
     for home, values in groups.items():
         pinned = home in kept or any(v.loss_weight or isinstance(v.producer.layer, Source) for v in values)
         uses = _data_uses(values, forward_at, backward_at)
         live = whole if pinned else ((min(uses), max(uses)),)
-        made.data[home] = ask(names[home], "data", home.shape, live, pinned)
+        made.data[home] = ask(names[home], "data", home.shape, live, pinned, stored(home))
     if backward:
         zeroed = {value.home for value in graph.zeroed}
         for home, values in groups.items():
@@ -68,11 +80,15 @@ def lifetimes(graph: Graph, backward: bool, work: Mapping[str, int]) -> Lifetime
             # An output's gradient is the caller's to give, an input's is the caller's to read.
             pinned = home in kept or any(isinstance(v.producer.layer, Source) for v in values)
             live = whole if pinned else ((min(uses), max(uses)),)
-            made.diff[home] = ask(names[home] + ".diff", "diff", home.shape, live, pinned)
+            made.diff[home] = ask(names[home] + ".diff", "diff", home.shape, live, pinned, stored(home))
     for node in nodes:
         own = tuple((at[node], at[node]) for at in (forward_at, backward_at) if node in at)
         if count := work.get(node.layer.name, 0):
             made.work[node] = ask(f"{node.layer.name} work", "work", (count,), own)
+        for at in (forward_at, backward_at) if precision is not None else ():
+            if node in at and (nbytes := precision.cast_bytes(node, at is backward_at)):
+                now = ((at[node], at[node]),)
+                made.casts[node, at is backward_at] = ask(f"{node.layer.name} cast", "cast", (nbytes // 4,), now)
     for node in back:
         now = ((backward_at[node], backward_at[node]),)
         made.adding[node] = [

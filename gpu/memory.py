@@ -25,14 +25,16 @@ Interval = tuple[int, int]
 @dataclass(frozen=True)
 class Request:
     """An array that is wanted. ``live``: intervals (first, last) of times, both included, at which its bytes are its
-    own. ``kind``: data, diff, work (a layer's work space) or sum (gradients before they are added up).
-    ``pinned``: kept from one pass to the next, whoever writes it."""
+    own. ``kind``: data, diff, work (a layer's work space), cast (what it sees of float16) or sum (gradients before they
+    are added up).
+    ``pinned``: kept from one pass to the next, whoever writes it. ``itemsize``: bytes of a value, 4 or 2."""
 
     name: str
     kind: str
     nbytes: int
     live: tuple[Interval, ...]
     pinned: bool = False
+    itemsize: int = 4
 
     @property
     def first(self) -> int:
@@ -113,16 +115,17 @@ def plan(requests: Sequence[Request], times: Sequence[str], reuse: bool) -> Memo
         buffers = tuple(_at(request, offset) for request, offset in zip(requests, offsets, strict=True))
     else:
         start = 0
-        for request in requests:
-            placed.append(_at(request, start))
-            start = placed[-1].end
+        shared = sum(aligned(request.nbytes) for request in requests if request.kind != "cast")
+        for request in requests:  # nobody sees what layers see of float16: one place, where they all fit
+            placed.append(_at(request, shared if request.kind == "cast" else start))
+            start += aligned(request.nbytes) if request.kind != "cast" else 0
         buffers = tuple(placed)
     total = max((buffer.end for buffer in buffers), default=0)
     return MemoryPlan(buffers, tuple(times), total, unshared, _peak(requests), reuse)
 
 
 def _at(r: Request, offset: int) -> Buffer:
-    return Buffer(r.name, r.kind, r.nbytes, r.live, r.pinned, offset)
+    return Buffer(r.name, r.kind, r.nbytes, r.live, r.pinned, r.itemsize, offset)
 
 
 def _best_fit(request: Request, placed: Sequence[Buffer]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ from gpu.layout import Layout
 from gpu.lifetimes import Lifetimes, lifetimes
 from gpu.memory import MemoryPlan, shortage
 from gpu.parameters import make_params
+from gpu.precision import Cast, Precision
+from gpu.precision import check as check_precision
 from gpu.prototxt import filter_net, load_net
 from gpu.wiring import Graph, Node, reshape, wire
 from profiler.errors import StallscopeError, UsageError
@@ -42,14 +44,14 @@ class _Step:
     """A layer with the arrays it works on in backward, and when it does."""
 
     time: int
-    layer: Layer
+    layer: Layer | Cast
     bottoms: list[Array]
     tops: list[Array]
     top_diffs: list[Array]
     bottom_diffs: list[Array | None]
     sums: list[tuple[Array, Array]]
     param_diffs: list[Array | None]
-    param_sums: list[tuple[Array, Array]]
+    params: list[tuple[int, Blob, Array]]
 
 
 class Net:
@@ -67,13 +69,17 @@ class Net:
     seed: of initial values and dropout masks; 0 where left out.
     reuse: let blobs share memory whose lifetimes do not overlap. Outputs, inputs, losses and parameters keep theirs;
         reading another blob after its memory was given away raises BlobReused. The numbers are the same, bit for bit.
+    beside: host memory that the caller is going to take, in bytes by what for: the net must fit beside it.
     poison: for tests: fill memory with NaN as soon as its lifetime ends.
+    precision: ``fp16`` stores blobs and their gradients in float16 (:mod:`gpu.precision`); layers compute in float32.
+    keep_fp32: with fp16, names of layers whose outputs, their gradients, and parameters stay in float32.
 
     Attributes
     ----------
     blobs: Blob by name. params: list of Blob by layer name. layers: the layers, in order. learnable: list of Param.
     inputs, outputs: blob names. data_layers: what the data layers ask of the feed.
     iteration: counter of dropout masks; every forward pass in TRAIN takes one, and a solver may set it.
+    precision: what is stored in float16, None with fp32. loss_scale: factor of all losses' gradients.
 
     Blobs, gradients and work spaces lie in one block, see :meth:`memory_plan`. Without ``reuse`` blobs keep what was
     written last; where layers work in place, ``diff`` may be the gradient before the last of them. Inputs of another
@@ -94,6 +100,9 @@ class Net:
         seed: int | None = None,
         reuse: bool = False,
         poison: bool = False,
+        beside: Mapping[str, int] | None = None,
+        precision: str = "fp32",
+        keep_fp32: Collection[str] = (),
     ) -> None:
         message = load_net(prototxt)
         filtered = filter_net(message, phase, tuple(stages), level)
@@ -123,7 +132,10 @@ class Net:
             layer.context = self._contexts[spec.name] = replace(context, scratch=Scratch(self.xp))
             return layer
 
+        check_precision(precision, keep_fp32, [layer.name for layer in message.layer])
         self._graph = wire(filtered, build)
+        self.precision = Precision(self.xp, self._graph, keep_fp32) if precision == "fp16" else None
+        self.loss_scale = 1.0
         self.inputs, self.outputs = self._graph.inputs, self._graph.outputs
         unknown = sorted(set(asked) - set(self.inputs))
         if unknown:
@@ -132,7 +144,9 @@ class Net:
         self.data_layers: list[DataLayer] = data_layers_of(filtered)
         self._backward_from_start = phase == "TRAIN" or bool(message.force_backward)
         self._layout = Layout(self.xp, reuse=reuse, poison=poison)
+        self._beside = dict(beside or {})
         self._check_room()
+        self._beside = {}  # taken by now, when the net is reshaped
         try:
             arena.with_room(self.xp, self._allocate)
         except MemoryError as error:
@@ -177,7 +191,7 @@ class Net:
 
     def _wanted(self) -> Lifetimes:
         work = {name: context.scratch.count for name, context in self._contexts.items()}
-        return lifetimes(self._graph, self._backward_from_start, work)
+        return lifetimes(self._graph, self._backward_from_start, work, self.precision)
 
     def _needed_bytes(self) -> int:
         """Bytes of the block and the parameters: the least that the net takes."""
@@ -188,13 +202,14 @@ class Net:
     def _check_room(self) -> None:
         if self.backend.name not in _COMPILED:
             return
-        needed = self._needed_bytes()
-        if needed <= available_memory() + self._layout.nbytes:
+        needed, others = self._needed_bytes(), sum(self._beside.values())
+        if needed + others <= available_memory() + self._layout.nbytes:
             return
         arena.blocks(self.xp).release()
-        if needed > (room := available_memory() + self._layout.nbytes):
+        if needed + others > (room := available_memory() + self._layout.nbytes):
             # The system does not refuse it: it starts to end processes once the memory is written to.
-            raise self._no_memory(f"{room / 2**30:,.2f} GiB available", room)
+            told = "".join(f"; {what} takes {nbytes / 2**30:,.2f} GiB" for what, nbytes in self._beside.items())
+            raise self._no_memory(f"{room / 2**30:,.2f} GiB available{told}", room - others)
 
     def _no_memory(self, found: str, room: int | None = None) -> StallscopeError:
         inputs = {name: self._graph.latest[name].shape for name in self.inputs}
@@ -213,7 +228,7 @@ class Net:
 
     def _lay_out(self) -> None:
         """Give every array its place in the block, and make the lists of what forward and backward will do."""
-        self._forward: list[tuple[Layer, list[Array], list[Array]]] = []
+        self._forward: list[tuple[Layer | Cast, list[Array], list[Array]]] = []
         self._steps: list[_Step] | None = None
         for home, blob in self._homes.items():
             blob.place(home.shape, None, None, None)  # the old block is free before a new one is taken
@@ -231,9 +246,12 @@ class Net:
             scratch.place(array(index, (scratch.count,)))
         for layer in self.layers:
             layer.allocate()
-        self._forward = [(node.layer, self._data(node.bottoms), self._data(node.tops)) for node in self._graph.nodes]
-        self._losses = [(self._homes[top.home], top.loss_weight) for top in _tops(self._graph) if top.loss_weight]
         self._lifetimes = wanted
+        self._forward = [(node.layer, self._data(node.bottoms), self._data(node.tops)) for node in self._graph.nodes]
+        if self.precision is not None:
+            spaces = {key: array(index, (-1,)) for key, index in wanted.casts.items()}
+            self._forward = self.precision.forward(self._graph, self._forward, spaces)
+        self._losses = [(self._homes[top.home], top.loss_weight) for top in _tops(self._graph) if top.loss_weight]
         if self._backward_from_start:
             self._plan_backward()
 
@@ -264,12 +282,12 @@ class Net:
     def _output(self, name: str) -> np.ndarray:
         array, value = self.backend.to_numpy(self.blobs[name].device_data), self._graph.latest[name]
         live = value.producer.layer.live_shapes()
-        return (array if live is None else array[: live[value.producer.tops.index(value)][0]]).copy()
+        return (array if live is None else array[: live[value.producer.tops.index(value)][0]]).astype(np.float32)
 
     def forward_only(self, **inputs: Any) -> None:
         """:meth:`forward` without copying the outputs, for loops that look at some of them, or at ``loss``."""
         if inputs:
-            self._set_inputs(inputs)
+            self.set_inputs(inputs)
         layout, poisons = self._layout, self._layout.poisons
         layout.begin(backward=False)
         try:
@@ -283,7 +301,11 @@ class Net:
         if self.phase == "TRAIN":
             self.iteration += 1
 
-    def _set_inputs(self, values: Mapping[str, Any]) -> None:
+    def set_inputs(self, values: Mapping[str, Any]) -> None:
+        """Copy arrays of the host or the device into inputs, by name; the net is reshaped where their sizes ask for it.
+
+        Raises UsageError for a name that is no input and for an array that does not fit.
+        """
         other = {}
         for name, value in values.items():
             if name not in self.inputs:
@@ -296,7 +318,7 @@ class Net:
         for name, value in values.items():
             self._set(name, value)
 
-    def _short_in(self, layer: Layer, pass_: str, error: MemoryError) -> StallscopeError:
+    def _short_in(self, layer: Layer | Cast, pass_: str, error: MemoryError) -> StallscopeError:
         released = arena.blocks(self.xp).release()
         short = self._no_memory(" ".join(str(error).split()) or "an allocation that failed")
         return StallscopeError(
@@ -309,15 +331,16 @@ class Net:
     def backward(self, **top_diffs: Any) -> dict[str, np.ndarray]:
         """Run all layers backward after a forward pass; returns copies of the inputs' gradients, where there are any.
 
-        Losses start from their weight, other outputs from the gradient given here or left in their blob. Gradients of
-        parameters are *added* to ``params[layer][i].diff`` (see :meth:`clear_param_diffs`), as in Caffe.
+        Losses start from their weight times ``loss_scale``, other outputs from the gradient given here or left in their
+        blob. Gradients of parameters are *added* to ``params[layer][i].diff`` (see :meth:`clear_param_diffs`), as in
+        Caffe.
         """
         self.backward_only(**top_diffs)
         gradients = {}
         for name in self.inputs:
             value = self._graph.latest[name]
             if value.gradient:
-                gradients[name] = self.backend.to_numpy(self.blobs[name].device_diff).copy()
+                gradients[name] = self.backend.to_numpy(self.blobs[name].device_diff).astype(np.float32)
         return gradients
 
     def backward_only(self, **top_diffs: Any) -> None:
@@ -338,7 +361,7 @@ class Net:
         if self._backward_from_start:
             layout.begin(backward=True)
         for diff, weight in self._loss_diffs:
-            diff[...] = weight
+            diff[...] = weight * self.loss_scale
         for diff in self._zero_diffs:
             diff[...] = 0
         for name, diff in top_diffs.items():
@@ -347,11 +370,18 @@ class Net:
             self._set(name, diff, gradient=True)
         try:
             for step in steps:
-                layer = step.layer
-                layer.backward(step.bottoms, step.tops, step.top_diffs, step.bottom_diffs, step.param_diffs)
+                layer, param_diffs = step.layer, step.param_diffs
+                later = []
+                for i, blob, space in step.params:
+                    # What is first after a clear is written in place: adding it to zeros would take three passes.
+                    param_diffs[i] = blob.first_diff()
+                    if param_diffs[i] is None:
+                        param_diffs[i] = space
+                        later.append((blob.device_diff, space))
+                layer.backward(step.bottoms, step.tops, step.top_diffs, step.bottom_diffs, param_diffs)
                 for total, part in step.sums:
                     total += part
-                for total, part in step.param_sums:
+                for total, part in later:
                     total += part
                 if poisons:
                     layout.done(step.time)
@@ -362,7 +392,7 @@ class Net:
     def clear_param_diffs(self) -> None:
         """Set the gradients of all parameters to 0."""
         for param in self.learnable:
-            param.blob.device_diff[...] = 0
+            param.blob.clear_diff()
 
     def copy_from(self, path: str | Path, *, reshape: bool = False) -> CopyReport:
         """Copy weights by layer name from a ``.caffemodel``; all or nothing (:func:`gpu.caffemodel.copy_weights`)."""
@@ -406,7 +436,7 @@ class Net:
         try:
             if gradient:
                 blob.diff = value
-            else:
+            elif self.precision is None or not self.precision.store(self._graph.latest[name], value, blob):
                 blob.data = value
         except StallscopeError as error:
             raise UsageError(
@@ -454,7 +484,7 @@ class Net:
                 diff = part
             bottom_diffs.append(diff)
         given = list(zip(node.layer.blobs, spaces, node.param_gradients, strict=True))
-        return _Step(
+        step = _Step(
             time,
             node.layer,
             self._data(node.bottoms),
@@ -463,8 +493,11 @@ class Net:
             bottom_diffs,
             sums,
             [space if wants else None for _, space, wants in given],
-            [(self._diff(blob), space) for blob, space, wants in given if wants],
+            [(i, blob, space) for i, (blob, space, wants) in enumerate(given) if wants],
         )
+        if self.precision is not None:
+            self.precision.backward(node, step)
+        return step
 
 
 def _tops(graph: Graph) -> list[Any]:
