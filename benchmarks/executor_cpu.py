@@ -35,7 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=30, help="for each net and number of threads")
-    parser.add_argument("--layers", action="store_true", help="print the time of each of our layers instead")
+    parser.add_argument(
+        "--layers", action="store_true", help="print the time of each layer, ours and PyTorch's, instead"
+    )
     parser.add_argument("--out", default=str(Path(__file__).with_suffix(".json")), help="file for the results")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -73,6 +75,7 @@ def our_net(name: str, batch: int, threads: int) -> tuple[Any, Callable[[], None
 
     def step() -> None:
         net.forward_only()
+        net.clear_param_diffs()
         net.backward_only()
 
     return net, step
@@ -168,9 +171,12 @@ def compare(name: str, threads: int, batch: int, seconds: float) -> dict[str, An
 
 
 def profile(name: str, threads: int, batch: int, seconds: float) -> str:
-    """Median milliseconds of CPU time (of all threads) of each of our layers, forward and backward."""
+    """Least milliseconds of CPU time (of all threads) of each layer, forward and backward, ours beside PyTorch's."""
     net, step = our_net(name, batch, threads)
     rows: dict[tuple[str, str], list[float]] = {}
+    theirs = {
+        layer.name: (0.0, 0.0) if layer.type == "Data" else _torch_times(layer, net, threads) for layer in net.layers
+    }
 
     def timed(layer: Any, way: str) -> Callable[..., None]:
         inner = getattr(layer, way)
@@ -193,14 +199,45 @@ def profile(name: str, threads: int, batch: int, seconds: float) -> str:
         began = time.process_time()
         step()
         whole.append((time.process_time() - began) * 1e3)
-    lines = [f"{name}, {threads} threads: a step takes CPU time of {statistics.median(whole):.2f} ms"]
-    total = 0.0
+    lines = [
+        f"{name}, {threads} threads, milliseconds of CPU time (least of {len(whole)} steps): {min(whole):.2f}",
+        f"  {'':45} {'ours: forward':>14} {'backward':>9} {'PyTorch: forward':>17} {'backward':>9}",
+    ]
+    total = [0.0] * 4
     for layer in net.layers:
-        both = [statistics.median(rows[layer.name, way] or [0.0]) for way in ("forward", "backward")]
-        total += sum(both)
-        lines.append(f"  {layer.name:28} {layer.type:16} {both[0]:9.3f} {both[1]:9.3f}")
-    lines.append(f"  {'between layers':45} {statistics.median(whole) - total:9.3f}")
+        both = [min(rows[layer.name, way] or [0.0]) for way in ("forward", "backward")]
+        both += theirs[layer.name]
+        total = [a + b for a, b in zip(total, both, strict=True)]
+        lines.append(f"  {layer.name:28} {layer.type:16} " + "{:14.3f} {:9.3f} {:17.3f} {:9.3f}".format(*both))
+    lines.append(f"  {'sum':45} " + "{:14.3f} {:9.3f} {:17.3f} {:9.3f}".format(*total))
+    lines.append(f"  {'between layers':45} {max(0.0, min(whole) - sum(total[:2])):14.3f}")
     return "\n".join(lines) + "\n"
+
+
+def _torch_times(layer: Any, net: Any, threads: int) -> tuple[float, float]:
+    """Least milliseconds of CPU time of one layer in PyTorch, alone with its inputs: forward, backward."""
+    import torch
+
+    torch.set_num_threads(threads)
+    first = layer is next(each for each in net.layers if each.type != "Data")
+    leaves = [torch.tensor(blob.data, requires_grad=layer.learned) for blob in layer.blobs]
+    call = _torch_layer(torch, layer, leaves)
+    inputs = []
+    for name in layer.spec.bottom:
+        value = torch.tensor(net.blobs[name].data)
+        inputs.append(value.long() if name == "label" else value.requires_grad_(not first))
+    times: list[tuple[float, float]] = []
+    while len(times) < 3 or (sum(map(sum, times)) < 1000 and len(times) < 30):
+        began = time.process_time()
+        y = call(*inputs)
+        between = time.process_time()
+        gradient = torch.ones_like(y)
+        for leaf in [*leaves, *inputs]:
+            leaf.grad = None
+        start = time.process_time()
+        y.backward(gradient)
+        times.append(((between - began) * 1e3, (time.process_time() - start) * 1e3))
+    return min(forward for forward, _ in times), min(backward for _, backward in times)
 
 
 if __name__ == "__main__":

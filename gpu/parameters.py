@@ -69,4 +69,5 @@ def _shared(layer: Layer, index: int, spec: Any, shape: Shape, blob: Blob, owner
             expected=f"{blob.shape}, as in {owner}" + (" (or as many values)" if permissive else ""),
             found=shape,
         )
+    blob.lazy = False
     return Blob(shape, blob.xp, blob.device_data.reshape(shape), blob.device_diff.reshape(shape))

@@ -106,7 +106,7 @@ class Updater:
     def clear_gradients(self) -> None:
         """Set every gradient to zero: layers add to them."""
         for param in self.params:
-            param.blob.device_diff.fill(0)
+            param.blob.clear_diff()
 
     def apply(self, rate: float, iteration: int) -> None:
         """Turn the summed gradients into updates of update number ``iteration`` (from 0) and subtract them."""

@@ -454,3 +454,48 @@ def test_inputs_of_other_kinds(tmp_path: Path) -> None:
 def test_a_loss_without_a_top_gets_its_own_name() -> None:
     layer: Any = 'layer { name: "cost" type: "SoftmaxWithLoss" bottom: "x" bottom: "l" }'
     assert Net(inputs(x=(2, 3), l=(2,)) + layer).outputs == ["cost"]
+
+
+SHARED = """
+input: "x" input_shape { dim: 2 dim: 3 }
+layer { name: "a" type: "InnerProduct" bottom: "x" top: "a" param { name: "w" }
+  inner_product_param { num_output: %d bias_term: false weight_filler { type: "xavier" } } }
+layer { name: "b" type: "InnerProduct" bottom: "a" top: "b" param { name: "w" share_mode: PERMISSIVE }
+  inner_product_param { num_output: 3 bias_term: false } }
+layer { name: "still" type: "InnerProduct" bottom: "b" top: "y" param { lr_mult: 0 }
+  inner_product_param { num_output: 1 bias_term: false weight_filler { type: "xavier" } } }
+"""
+
+
+@pytest.mark.parametrize("looked_at", [False, True])
+@pytest.mark.parametrize("outputs", [3, 2])  # with 2 the shared parameter has two shapes
+def test_gradients_after_a_clear_are_the_sums_of_what_came_since(outputs: int, looked_at: bool) -> None:
+    # Of two layers that share a parameter the first may write its gradient, the other adds; so does a second pass.
+    net = Net(SHARED % outputs, "TRAIN")
+    rng = np.random.default_rng(0)
+    batches = [rng.standard_normal((2, 3), np.float32) for _ in range(3)]
+    blobs = [net.params["a"][0], net.params["b"][0], net.params["still"][0]]
+
+    def sums(xs: list[np.ndarray]) -> list[np.ndarray]:
+        for blob in blobs:
+            blob.diff[...] = np.nan
+        net.clear_param_diffs()
+        if looked_at:
+            assert not any(blob.diff.any() for blob in blobs)
+        for x in xs:
+            net.forward(x=x)
+            net.backward(y=np.ones((2, 1)))
+        return [blob.diff.ravel().copy() for blob in blobs]
+
+    alone = [sums([x]) for x in batches]
+    together = sums(batches)
+    np.testing.assert_array_equal(together[0], together[1])
+    np.testing.assert_allclose(together[0], sum(each[0] for each in alone), rtol=1e-5)
+    assert together[0].any()
+    assert not together[2].any()
+    w = blobs[0].data.astype(float)
+    v = blobs[2].data.astype(float)
+    x, dy = batches[0].astype(float), np.ones((2, 1))
+    a, db = x @ w.T, dy @ v
+    wanted = (db.T @ a).ravel() + ((db @ w.reshape(3, outputs)).T @ x).ravel()
+    np.testing.assert_allclose(alone[0][0], wanted, rtol=1e-5)
