@@ -462,7 +462,7 @@ layer { name: "a" type: "InnerProduct" bottom: "x" top: "a" param { name: "w" }
   inner_product_param { num_output: %d bias_term: false weight_filler { type: "xavier" } } }
 layer { name: "b" type: "InnerProduct" bottom: "a" top: "b" param { name: "w" share_mode: PERMISSIVE }
   inner_product_param { num_output: 3 bias_term: false } }
-layer { name: "still" type: "InnerProduct" bottom: "b" top: "y" param { lr_mult: 0 }
+layer { name: "still" type: "InnerProduct" bottom: "b" top: "y" loss_weight: 1 param { lr_mult: 0 }
   inner_product_param { num_output: 1 bias_term: false weight_filler { type: "xavier" } } }
 """
 
@@ -484,7 +484,7 @@ def test_gradients_after_a_clear_are_the_sums_of_what_came_since(outputs: int, l
             assert not any(blob.diff.any() for blob in blobs)
         for x in xs:
             net.forward(x=x)
-            net.backward(y=np.ones((2, 1)))
+            net.backward()
         return [blob.diff.ravel().copy() for blob in blobs]
 
     alone = [sums([x]) for x in batches]
