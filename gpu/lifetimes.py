@@ -85,8 +85,8 @@ def lifetimes(graph: Graph, backward: bool, work: Mapping[str, int], precision: 
         own = tuple((at[node], at[node]) for at in (forward_at, backward_at) if node in at)
         if count := work.get(node.layer.name, 0):
             made.work[node] = ask(f"{node.layer.name} work", "work", (count,), own)
-        for at in (forward_at, backward_at) if precision is not None else ():
-            if node in at and (nbytes := precision.cast_bytes(node, at is backward_at)):
+        for at in (forward_at, backward_at):
+            if precision is not None and node in at and (nbytes := precision.cast_bytes(node, at is backward_at)):
                 now = ((at[node], at[node]),)
                 made.casts[node, at is backward_at] = ask(f"{node.layer.name} cast", "cast", (nbytes // 4,), now)
     for node in back:

@@ -13,6 +13,7 @@ import numpy as np
 from gpu import arena
 from gpu.backend import Backend, select_backend
 from gpu.blob import Blob
+from gpu.cudnn import open_cudnn
 from gpu.data_layers import DataLayer, data_layers_of
 from gpu.fields import build_layers
 from gpu.layers.base import Array, Context, Layer, LayerError, Scratch
@@ -119,6 +120,7 @@ class Net:
             seed=self._seed,
             scratch=Scratch(self.xp),
             input_shapes=asked,
+            cudnn=open_cudnn(self.backend),
         )
         self._iteration = 0
         self._asked = asked
@@ -390,7 +392,7 @@ class Net:
         layout.end()
 
     def clear_param_diffs(self) -> None:
-        """Set the gradients of all parameters to 0."""
+        """Set the gradients of all parameters to 0: when they are looked at, or written for the first time."""
         for param in self.learnable:
             param.blob.clear_diff()
 

@@ -112,6 +112,7 @@ class Precision:
 
     def __init__(self, xp: Any, graph: Graph, keep_fp32: Collection[str]) -> None:
         self._xp = xp
+        self.keep_fp32 = tuple(keep_fp32)
         self._spaces: Mapping[tuple[Node, bool], Array] = {}
         exact = exact_values(graph)
         tops = [top for node in graph.nodes for top in node.tops]

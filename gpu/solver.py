@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from gpu import hdf5
 from gpu.backend import Backend, select_backend
 from gpu.caffemodel import copy_weights
 from gpu.fields import check_solver
+from gpu.loss_scale import Scaler
 from gpu.lr_policy import LrPolicy
 from gpu.net import Net
 from gpu.prototxt import read_message
@@ -39,7 +40,9 @@ class Solver:
     backend: name or Backend of the nets; ``auto`` by default.
     input_shapes, test_input_shapes: shapes of the tops of data layers, ``{top: shape}``.
     seed: overrides the solver's ``random_seed`` (initial values, dropout).
-    reuse: whether the blobs of its nets share memory (see Net).
+    reuse, beside: whether the blobs of its nets share memory, and what else must fit (see Net).
+    precision, keep_fp32: how its nets store their blobs (see Net). A net that is given keeps its own.
+    loss_scale: with fp16, ``dynamic`` or a number (:mod:`gpu.loss_scale`).
     net_root: folder that relative net paths start from; without it the working directory, then the solver's folder.
 
     ``net``: the net in phase TRAIN. ``test_nets``: nets in phase TEST that share its parameters' memory. ``iter``:
@@ -59,8 +62,13 @@ class Solver:
         seed: int | None = None,
         net_root: str | os.PathLike[str] | None = None,
         reuse: bool = False,
+        beside: Mapping[str, int] | None = None,
+        precision: str = "fp32",
+        keep_fp32: Collection[str] = (),
+        loss_scale: str | float = "dynamic",
     ) -> None:
-        self._reuse = reuse
+        self._reuse, self._beside = reuse, beside
+        self._precision, self._keep_fp32 = precision, tuple(keep_fp32)
         self.param = caffe_pb2.SolverParameter()
         self.where = read_message(prototxt, self.param)
         self.backend = select_backend(backend or "auto")
@@ -76,12 +84,16 @@ class Solver:
         if isinstance(net, Net):
             self.net = net
             self.backend = net.backend
+            if net.precision is not None:
+                self._precision, self._keep_fp32 = "fp16", net.precision.keep_fp32
         else:
             source = self._path(net) if net is not None else self._train_source()
             self.net = self._build(source, "TRAIN", self.param.train_state, input_shapes)
         if self.param.snapshot_format == self.param.HDF5:
             hdf5.check_names(layer.name for layer in self.net.layers)  # now, not after hours at the first snapshot
         self.updater = Updater(self.rule, self.net.learnable, self.backend.xp)
+        self.scaler = Scaler(self.net, self.updater, loss_scale) if self.net.precision is not None else None
+        """What scales the loss; None with fp32."""
         self.test_nets: list[Net] = []
         for index, source in enumerate(self._test_sources(net, test_input_shapes is not None)):
             state = self.param.test_state[index] if index < len(self.param.test_state) else None
@@ -121,6 +133,8 @@ class Solver:
         # Random masks count forward passes; from here they follow from the step, so a resumed run draws the same.
         self.net.iteration = self.iter * self.rule.iter_size
         self.updater.clear_gradients()
+        if self.scaler is not None:
+            self.scaler.begin()
         loss = 0.0
         for batch in self._sub_batches(inputs):
             with now.span(Stage.FORWARD, step=self.iter, epoch=epoch):
@@ -129,10 +143,19 @@ class Solver:
             with now.span(Stage.BACKWARD, step=self.iter, epoch=epoch):
                 self.net.backward_only()
         with now.span(Stage.UPDATE, step=self.iter, epoch=epoch):
-            self.updater.apply(self.lr, self.iter)
+            if self.scaler is None or self.scaler.end(self.iter, loss):
+                self.updater.apply(self.lr, self.iter)
         self.iter += 1
         self._recent.append(loss / self.rule.iter_size)
         return self._recent[-1]
+
+    def take(self, inputs: Inputs) -> None:
+        """Copy one batch into the net's inputs for a ``step_on()`` without one; the arrays are free afterwards.
+
+        Raises UsageError where a step needs several sub-batches.
+        """
+        (batch,) = self._sub_batches(inputs)
+        self.net.set_inputs(batch)
 
     def step(self, n: int = 1) -> float:
         """``n`` steps of a net that feeds itself, or whose inputs have been set. Returns the loss of the last one."""
@@ -245,6 +268,9 @@ class Solver:
             input_shapes=input_shapes,
             seed=self.seed,
             reuse=self._reuse,
+            precision=self._precision,
+            keep_fp32=self._keep_fp32,
+            beside=self._beside,
         )
 
     def _train_source(self) -> Any:

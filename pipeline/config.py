@@ -133,7 +133,13 @@ class DeviceConfig(_Model):
     staging: int = _integer(2, 1, 64, "buffers on the device; with n, up to n - 1 batches are copied ahead")
     deterministic: bool = _choice(True, "true or false")
     cudnn: Literal["auto", "off"] = _choice("auto", "auto or off")
-    precision: Literal["fp32", "fp16"] = _choice("fp32", "fp32 or fp16")
+    precision: Literal["fp32", "fp16"] = _choice("fp32", "fp32 or fp16 (storage; layers compute in fp32)")
+    keep_fp32: tuple[str, ...] = Field(
+        default=(), strict=False, description="a list of names: layers that fp16 leaves in fp32"
+    )
+    loss_scale: Literal["dynamic"] | Annotated[float, Field(ge=2**-16, le=2**24, allow_inf_nan=False)] = Field(
+        default="dynamic", description=f"dynamic or a number from {2**-16:g} to {2**24}: fp16's factor on the loss"
+    )
     blas_threads: int = _integer(1, 1, 1024, "BLAS threads of the trainer")
 
 
@@ -222,7 +228,6 @@ _NOW: dict[str, tuple[Any, ...]] = {
     "data.train.transform.decode": ("full",),
     "data.test.transform.decode": ("full",),
     "feed.topology": ("fused",),
-    "device.precision": ("fp32",),
     "profile.fingerprints": ("off", "step"),
     "chaos": ((),),
 }

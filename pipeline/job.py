@@ -187,6 +187,9 @@ class Job:
             "data": self.identities,
             "versions": runfolder.versions(),
         }
+        if (scaler := self.solver.scaler) is not None:
+            scaler.note_losses()
+            position["loss_scale"] = scaler.loss_scale.state()
         checkpoint.write(self.folder / "snapshots", self.step, self.solver, position)
         self._snapshot_at = self.step
 
@@ -332,6 +335,9 @@ class Job:
                 test_input_shapes=test_shapes,
                 seed=None if param.random_seed >= 0 else config.run.seed,
                 reuse=config.profile.fingerprints != "layer",  # those look at every blob after the step
+                precision=config.device.precision,
+                keep_fp32=config.device.keep_fp32,
+                loss_scale=config.device.loss_scale,
                 beside={f"the ring of {f.spec.phase} (feed.depth {f.spec.depth})": f.memory_bytes for f in self._feeds},
             )
         except ParamShapesError as error:
@@ -339,6 +345,8 @@ class Job:
         self._describe(solver)
         if self._start is not None:
             solver.restore(self._start.state, weights=self._start.weights)
+            if solver.scaler is not None and (scale := self._start.sidecar.get("loss_scale")):
+                solver.scaler.loss_scale.load(scale)
         return solver
 
     def _describe(self, solver: Any) -> None:

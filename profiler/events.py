@@ -59,6 +59,9 @@ class Stage(IntEnum):
     RESTART = 61  # a worker was lost and replaced; the note says why
     READY = 62  # mark: a batch became ready in its slot
     RELEASE = 63  # mark: a slot was given back
+    # training in float16, as marks; the note of the same step says why
+    LOSS_SCALE = 64  # the loss scale changed; items: how often 2^-16 must be doubled to give the new one
+    SKIPPED = 65  # a step whose loss or gradients were not finite was not applied
 
 
 PARTITION = ("compute", "h2d", "feed_wait", "sync", "host", "test", "checkpoint", "alloc", "gc", "unattributed")

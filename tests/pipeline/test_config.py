@@ -151,7 +151,6 @@ def test_errors_name_the_key_and_what_is_allowed(document: dict[str, Any], fragm
         ("data.transform.decode", "region"),
         ("data.test.transform.decode", "region"),
         ("feed.topology", "split"),
-        ("device.precision", "fp16"),
         ("profile.fingerprints", "layer"),
         ("chaos", [{"kill": 1}]),
     ],
