@@ -1,7 +1,7 @@
 """Batches of real Caffe's ImageData and HDF5Data layers, value for value, from prototxts with its layers.
 
-Caffe's own draws of order, crop and mirror are put in where the case has some. They were found by comparing the recorded
-samples with every possible crop of every photo, and are those of its generator (mt19937, seeded by its third word).
+Where a case has draws of order, crop and mirror, Caffe's own are put in. They were found by comparing each recorded
+sample with every possible crop of every photo, and are those of its generator (mt19937, seeded by its third word).
 """
 
 from __future__ import annotations
