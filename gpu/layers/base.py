@@ -74,6 +74,7 @@ class Context:
     """What a net gives to its layers.
 
     ``compiled``: use the numba kernels (NumPy arrays only). ``own``: launches the CUDA kernels, None without a device.
+    ``cudnn``: the library opened (:class:`gpu.cudnn.Cudnn`), or in words why not.
     ``iteration``: number of the forward pass, the counter of random masks. ``shard``: number of the virtual shard.
     ``input_shapes``: shapes the caller gave, by blob name.
     """
@@ -87,6 +88,7 @@ class Context:
     shard: int = 0
     input_shapes: dict[str, Shape] = field(default_factory=dict)
     own: kernels.Launcher | None = None
+    cudnn: Any = "no device"
 
     def __post_init__(self) -> None:
         self.own = None if self.compiled else kernels.own_kernels(self.xp)

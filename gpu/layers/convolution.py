@@ -14,8 +14,10 @@ from typing import Any
 
 from gpu.cuda import layers as cuda
 from gpu.cuda.kernels import Windows
+from gpu.cudnn import ConvolutionShape
 from gpu.layers import depthwise, kernels
 from gpu.layers.base import Array, Context, Layer, ParamShape, Shape, register
+from gpu.layers.library import LibraryConvolution
 from gpu.threads import spread
 
 _COLUMN_BYTES = {True: 1 << 20, False: 1 << 28}
@@ -116,6 +118,7 @@ class Windowed(Layer):
     n_tops = (1, math.inf)
     _param: Any
     _geometry: Geometry
+    _library: LibraryConvolution | None = None
 
     def setup(self) -> None:
         self._param = p = self.spec.convolution_param
@@ -196,7 +199,8 @@ class Windowed(Layer):
         self._in_place = self.context.compiled and self._step == 1
         width = self._step * geometry.positions
         self._work = ((geometry.rows, width), (outputs, width), weight)
-        self.context.scratch.reserve(*self._work)
+        if self._library is None or not self._library.whole:
+            self.context.scratch.reserve(*self._work)
 
     def _images(self, n: int, image_bytes: int, weight_bytes: int) -> int:
         """Images in a chunk, near the same number in each."""
@@ -297,6 +301,12 @@ class Convolution(Windowed):
         kernel, out, outputs = geometry.kernel, geometry.out, self._param.num_output
         weight = (outputs, channels // self._param.group, *kernel)
         self._depthwise = self._param.group == channels > 1
+        if not self._depthwise and not self.context.compiled:
+            numbers = geometry.stride, geometry.pad, geometry.dilation
+            shape = ConvolutionShape(bottoms[0], weight, (n, outputs, *out), *numbers)
+            self._library = LibraryConvolution(self.context, shape, len(bottoms))
+            self.context.scratch.reserve(self._library.room)
+            self.algorithms = self._library.algorithms
         self._plan(n, geometry, weight, outputs)
         if self._depthwise:
             self._depthwise_work = ((outputs, *kernel), depthwise.sums_shape(geometry, outputs, self.context))
@@ -310,6 +320,10 @@ class Convolution(Windowed):
             self._forward_depthwise(bottoms, tops, self._none if bias is None else bias)
             return
         for x, y in zip(bottoms, tops, strict=True):
+            if self._library is not None and self._library.run("forward", x, self.blobs[0].device_data, y):
+                if bias is not None:
+                    y += bias.reshape(-1, *[1] * len(self._geometry.size))
+                continue
             for part in self._starts(x.shape[0]):
                 col, packed, _ = self._chunk(part.stop - part.start)
                 col = self._unroll(x[part], col)
@@ -338,6 +352,20 @@ class Convolution(Windowed):
             return
         first = True
         for x, dy, dx in zip(bottoms, top_diffs, bottom_diffs, strict=True):
+            if self._library is not None:
+                if dx is not None and self._library.run("data", dy, self.blobs[0].device_data, dx):
+                    dx = None
+                if dw is not None and self._library.run("weights", x, dy, dw):
+                    dw = None
+                if dw is None and dx is None:
+                    if db is not None:
+                        axes = (0, *range(2, dy.ndim))
+                        if first:
+                            self.xp.sum(dy, axis=axes, out=db)
+                        else:
+                            db += self.xp.sum(dy, axis=axes)
+                    first = False
+                    continue
             for part in self._starts(x.shape[0]):
                 col, packed, scratch = self._chunk(part.stop - part.start)
                 packed = self._packed(dy[part], packed)
