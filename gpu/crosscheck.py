@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu.backend import select_backend
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(cli.dumps(document) + "\n")
     else:
         if arguments.json:
-            write(arguments.json, document)
+            cli.write_json(arguments.json, document)
         from rich.console import Console
 
         render(document, Console(), arguments.all)
@@ -157,14 +156,6 @@ def _layer(each: Checked) -> dict[str, Any]:
             for t in each.tensors
         ],
     }
-
-
-def write(path: str, document: dict[str, Any]) -> None:
-    """Write a JSON document. Raises UsageError where that is not possible."""
-    try:
-        Path(path).write_text(cli.dumps(document) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"the results cannot be written to {path}: {error.strerror}") from error
 
 
 def render(document: dict[str, Any], console: Console, everything: bool = False) -> None:

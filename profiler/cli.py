@@ -12,9 +12,10 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn
 
-from profiler.errors import StallscopeError
+from profiler.errors import StallscopeError, UsageError
 
 EXIT_OK = 0
 EXIT_NOT_FINE = 1
@@ -72,6 +73,14 @@ def _show_warning(other: Callable[..., None], message: Warning | str, category: 
 def dumps(document: Any) -> str:
     """JSON text with no NaN or Infinity in it: such values become null."""
     return json.dumps(finite(document), indent=2, allow_nan=False, default=_plain)
+
+
+def write_json(path: str, document: Any) -> None:
+    """Write :func:`dumps` of a document to a file. Raises UsageError where that is not possible."""
+    try:
+        Path(path).write_text(dumps(document) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"the results cannot be written to {path}: {error.strerror}") from error
 
 
 def finite(value: Any) -> Any:

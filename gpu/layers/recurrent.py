@@ -84,7 +84,7 @@ class Recurrent(Layer):
     def allocate(self) -> None:
         steps, streams, size = self._steps, self._streams, self._param.num_output
         self._pre = self._zeros(steps, streams, self.gates * size)
-        self._kept = self._zeros(steps, streams, size)  # the state before each step, where cont lets it through
+        self._carried = self._zeros(steps, streams, size)  # the state before each step, where cont lets it through
         if not self._states or self._states[0].shape != (steps + 1, streams, size):
             self._states = [self._zeros(steps + 1, streams, size) for _ in range(self.n_states)]
 
@@ -114,8 +114,8 @@ class Recurrent(Layer):
 
     def _recur(self, step: int, cont: Array, part: Array) -> Array:
         """Add the hidden state's share to the sum of one step; returns that sum (N, rows)."""
-        self.xp.multiply(self._states[0][step], cont[step][:, None], out=self._kept[step])
-        self.xp.matmul(self._kept[step], self._weight(self._hidden_weight).T, out=part)
+        self.xp.multiply(self._states[0][step], cont[step][:, None], out=self._carried[step])
+        self.xp.matmul(self._carried[step], self._weight(self._hidden_weight).T, out=part)
         total = self._pre[step]
         total += part
         return total
@@ -144,7 +144,7 @@ class Recurrent(Layer):
         if db is not None:
             self.xp.sum(flat, axis=0, out=db)
         if d_hidden is not None:
-            matmul(flat.T, self._kept.reshape(len(flat), -1), out=d_hidden)
+            matmul(flat.T, self._carried.reshape(len(flat), -1), out=d_hidden)
         if bottom_diffs[0] is not None:
             matmul(flat, self._weight(0), out=bottom_diffs[0].reshape(-1, self._inputs))
         if self._static:
