@@ -112,7 +112,7 @@ class CupyDevice(Device):
         try:
             upload._ended.synchronize()
         except Exception as error:  # CUDARuntimeError; raised where the upload is waited for
-            failed = error
+            failed = error.with_traceback(None)
         with self._settling:
             if not upload._copied.is_set():
                 self._note_end(upload, failed)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gpu.backend import Backend
-from gpu.device import Device, Upload
+from gpu.device import STAGING, Device, Upload
 from profiler.errors import StallscopeError
 from profiler.events import Flag, Kind, Stage
 from profiler.recorder import NULL
@@ -44,15 +44,17 @@ class EmulatedDevice(Device):
         step_ms: float = 0.0,
         h2d_gbps: float = 0.0,
         h2d_delay_ms: float = 0.0,
+        staging: int = STAGING,
         recorder: Any = NULL,
     ) -> None:
-        super().__init__(backend, recorder)
+        super().__init__(backend, recorder, staging)
         self.step_ns = round(step_ms * 1e6)
         self.delay_ns = round(h2d_delay_ms * 1e6)
         self.ns_per_byte = 1.0 / h2d_gbps if h2d_gbps else 0.0
         self.copy_ns = 0
         """Time the copy engine was busy so far."""
         self._memcpy_ns_per_byte = 0.0  # as measured at the copy before
+        self._closing = threading.Event()
         self._jobs: queue.SimpleQueue[tuple[Upload, dict[str, np.ndarray]] | None] = queue.SimpleQueue()
         # Daemon: a process that forgets to close the device must still be able to end.
         self._engine = threading.Thread(target=self._copy_engine, name="copy-engine", daemon=True)
@@ -75,7 +77,7 @@ class EmulatedDevice(Device):
             try:
                 self._copy(upload, sources, began)
             except BaseException as error:  # whatever it was belongs to the thread that waits for this copy
-                upload._error = error
+                upload._error = error.with_traceback(None)  # whose frames hold the host arrays
             ended = time.monotonic_ns()
             self.copy_ns += ended - began
             self.recorder.add(
@@ -90,14 +92,17 @@ class EmulatedDevice(Device):
                 flags=Flag.EMULATED,
             )
             del job, sources  # no reference to the host arrays may outlive the copy: their owner may want to unmap them
-            upload._copied.set()
+            upload._finish()
 
     def _copy(self, upload: Upload, sources: dict[str, np.ndarray], began: int) -> None:
-        if self._closed:
-            raise StallscopeError("the device was closed first")
         nominal = self.copy_time_ns(upload.nbytes)
         # The host's own copy is part of the nominal time where it fits: start it that much before the end.
         start = began + max(0, nominal - round(upload.nbytes * self._memcpy_ns_per_byte))
+        self._closing.wait(
+            max(0, start - time.monotonic_ns() - _SPIN_NS) / 1e9
+        )  # a device that is closed waits for none
+        if self._closing.is_set():
+            raise StallscopeError("the device was closed first")
         sleep_until(start)
         for name, source in sources.items():
             np.copyto(upload._arrays[name], source)
@@ -114,5 +119,6 @@ class EmulatedDevice(Device):
         self._record_busy(began_ns, ended, step, epoch, Flag.EMULATED)
 
     def _shut_down(self) -> None:
+        self._closing.set()
         self._jobs.put(None)
         self._engine.join(_JOIN_S)

@@ -32,6 +32,10 @@ class Engine(Protocol):
         """Wait for the batch of a step and lease it; steps come in order."""
         ...
 
+    def get_ready(self, step: int) -> Ready | None:
+        """:meth:`get` where the batch is ready now, else None; also for steps after the next."""
+        ...
+
     def warm_up(self, step: int, timeout_s: float, cancelled: Callable[[], bool]) -> None:
         """Wait until the batch of ``step`` is ready, for at most ``timeout_s`` or until ``cancelled``."""
         ...
@@ -86,6 +90,9 @@ class InlineEngine:
         recorder.add(Kind.MARK, Stage.READY, at, at, step=step, epoch=made.epoch, slot=claim.slot, flags=flags)
         return self.ring.lease(step)
 
+    def get_ready(self, step: int) -> None:
+        """Nothing is made before it is asked for."""
+
     def warm_up(self, step: int, timeout_s: float, cancelled: Callable[[], bool]) -> None:
         """Nothing to wait for: batches are made when they are asked for."""
 
@@ -129,6 +136,10 @@ class CrewEngine:
     def get(self, step: int) -> Ready:
         self._wait(step, lambda: False)
         return self.ring.lease(step)
+
+    def get_ready(self, step: int) -> Ready | None:
+        self._crew.notice()
+        return self.ring.lease(step) if self.ring.is_ready(step) else None
 
     def warm_up(self, step: int, timeout_s: float, cancelled: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s

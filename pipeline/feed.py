@@ -6,12 +6,14 @@
 
 A batch is given back by ``batch.release()``, and in any case when the next one is asked for, unless ``batch.hold()``
 was called: whoever holds must release. The position is one number, ``next_step``; it is all that a resume needs.
+``peek()`` shows a batch that is ready before its turn, so that its copy to a device can begin; that moves no position.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import TracebackType
@@ -50,6 +52,9 @@ class Batch:
         self._slot: Slot | None = slot
         self._count = ready.items
         self._held = False
+        self._bad: list[Any] = []
+        if slot.bad is not None and slot.bad_count is not None and slot.bad_count[0]:
+            self._bad = bad_records.read_rows(slot.bad, slot.bad_count)
         self._blobs = feed.probe.blobs
         self.step, self.epoch, self.slot = ready.step, ready.epoch, ready.slot
         self.hashes = ready.hashes
@@ -92,7 +97,10 @@ class Batch:
         return self
 
     def release(self) -> None:
-        """Give the slot back; it may be filled again at once. Idempotent. In the thread that takes the batches."""
+        """Give the slot back; it may be filled again at once. Idempotent.
+
+        In the thread that takes the batches; of a batch that is held, in one other.
+        """
         feed = self._feed
         self._forget()
         if feed is not None:
@@ -152,6 +160,7 @@ class Feed:
         self._next_step = self.spec.start_step
         self._engine: Engine | None = None
         self._last: Batch | None = None
+        self._ahead: deque[Batch] = deque()  # leased before their turn
         self._out: set[Batch] = set()  # those that have not been given back
         self._first = True
         self._closed = False
@@ -228,18 +237,37 @@ class Feed:
         began = time.monotonic_ns()
         with self.recorder.span(Stage.FEED_WAIT, step=step, flags=flags) as span:
             engine = self._started()
-            ready = engine.get(step)
-            span.epoch, span.slot, span.items = ready.epoch, ready.slot, ready.items
+            batch = self._ahead.popleft() if self._ahead else self._leased(engine, engine.get(step))
+            span.epoch, span.slot, span.items = batch.epoch, batch.slot, len(batch)
         self._wait_ns += time.monotonic_ns() - began
         if self._tally is not None:
-            self._count_bad(self._tally, ready, engine.slots[ready.slot])
+            self._count_bad(self._tally, batch)
         self._first = False
         self._next_step = step + 1
         self._delivered += 1
-        self._items += ready.items
-        self._last = Batch(self, ready, engine.slots[ready.slot])
-        self._out.add(self._last)
-        return self._last
+        self._items += len(batch)
+        self._last = batch
+        return batch
+
+    def peek(self, ahead: int = 0) -> Batch | None:
+        """The batch that comes ``ahead`` places after the next one, if it is ready now; its turn stays its turn.
+
+        The slot is leased from here on. None where the batch is not ready or there is none, and from an inline engine.
+        """
+        while len(self._ahead) <= ahead:
+            step, stop = self._next_step + len(self._ahead), self.spec.stop_step
+            if self._failed is not None or self._engine is None or (stop is not None and step >= stop):
+                return None
+            ready = self._engine.get_ready(step)
+            if ready is None:
+                return None
+            self._ahead.append(self._leased(self._engine, ready))
+        return self._ahead[ahead]
+
+    def _leased(self, engine: Engine, ready: Ready) -> Batch:
+        batch = Batch(self, ready, engine.slots[ready.slot])
+        self._out.add(batch)
+        return batch
 
     # -- life cycle ------------------------------------------------------------------------------------------
 
@@ -270,6 +298,7 @@ class Feed:
         """End all workers and give the memory back. Idempotent. Batches still held are given back."""
         self._closed = True
         self._last = self._failed = None  # an error's traceback holds arrays of the ring
+        self._ahead.clear()
         while self._out:
             self._out.pop()._forget()
         if self._tally is not None:
@@ -287,13 +316,10 @@ class Feed:
             self._engine = make(self.spec, self.probe, self.recorder)
         return self._engine
 
-    def _count_bad(self, tally: bad_records.Tally, ready: Ready, slot: Slot) -> None:
+    def _count_bad(self, tally: bad_records.Tally, batch: Batch) -> None:
         """Count what the batch says about bad records: here and not where it was made, so that the order is strict."""
-        assert slot.bad is not None
-        assert slot.bad_count is not None
-        found = bad_records.read_rows(slot.bad, slot.bad_count) if slot.bad_count[0] else []
         try:
-            tally.take(ready.step, ready.epoch, found)
+            tally.take(batch.step, batch.epoch, batch._bad)
         except StallscopeError as error:
             self._failed = error  # the batch was taken: nobody can ask for it again
             raise
@@ -302,7 +328,18 @@ class Feed:
         self._out.discard(batch)
         if self._engine is not None:
             self._engine.ring.release(batch.step)
-            self.recorder.mark(Stage.RELEASE, step=batch.step, epoch=batch.epoch, slot=batch.slot)
+            flags = Flag.TEST_PHASE if self.spec.phase == "TEST" else 0
+            self.recorder.mark(Stage.RELEASE, step=batch.step, epoch=batch.epoch, slot=batch.slot, flags=flags)
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The bytes of all slots, page-aligned: what a device may page-lock. Must not be kept beyond :meth:`close`."""
+        return self._started().ring.memory
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the slots take, or will."""
+        return self.spec.depth * self.probe.layout.nbytes
 
     # -- position and figures --------------------------------------------------------------------------------
 

@@ -136,17 +136,20 @@ class Job:
         self._records.add(batch.step, batch.epoch, batch.ids)
         if self.config.profile.fingerprints == "off":
             return
+        from gpu.fingerprint import fingerprint_parts
+
         hashes, write = batch.hashes, self.recorder.fingerprint
         write(batch.step, "ids", hashes["ids"], hashes["ids_set"])
         write(batch.step, "raw", hashes["raw"], hashes["raw_set"])
         write(batch.step, "fill", hashes["fill"])
-        on_device = [self.device.backend.to_numpy(array) for array in arrays.values()]
+        data, *rest = arrays.values()
+        on_device = [self.device.backend.to_numpy(array) for array in rest]
         # "fill" covers all labels together, used by the net or not.
-        labels = [array.reshape(len(batch), -1) for array in on_device[1:]]
+        labels = [array.reshape(len(batch), -1) for array in on_device]
         if len(labels) != len(self.feed.blob_shapes) - 1 or not labels:
             labels = [batch.labels]
         whole = labels[0] if len(labels) == 1 else np.concatenate(labels, axis=1)
-        write(batch.step, "device", hashing.ordered_parts([on_device[0], whole]))
+        write(batch.step, "device", fingerprint_parts(data, whole, xp=self.device.backend.xp))
 
     def fingerprint_outcome(self, loss: float) -> None:
         """With ``fingerprints: step``, log the hashes of the loss and of the parameters after the update."""
@@ -208,6 +211,7 @@ class Job:
 
     def _open(self, address: str | None) -> None:
         from gpu.backend import select_backend
+        from gpu.cudnn import algorithms
         from gpu.device import open_device
 
         began_ns = time.monotonic_ns()
@@ -248,7 +252,12 @@ class Job:
             store.update_manifest(
                 self.folder,
                 data=self.identities,
-                backend={"name": backend.name, "reason": backend.reason},
+                backend={
+                    "name": backend.name,
+                    "reason": backend.reason,
+                    "deterministic": backend.deterministic,
+                    "algorithms": {} if config.only_feeds else algorithms(self.solver.net),
+                },
             )
 
     def _open_recorder(self) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def train(job: Job) -> None:
     """Do steps until the job has done its iterations or was asked to stop."""
-    record, device, solver = job.recorder, job.device, job.solver
+    record, device = job.recorder, job.device
     while not job.done():
         step = job.step
         with record.span(Stage.STEP, step=step, flags=Flag.FIRST if step == job.first_step else 0) as whole:
@@ -23,18 +23,18 @@ def train(job: Job) -> None:
                 with record.span(Stage.TEST, step=step):
                     job.test()
 
-            batch = next(job.feed)  # the feed records how long this waits
+            batch = next(job.batches)  # the feed records how long this waits
             whole.epoch, whole.items = batch.epoch, len(batch)
 
             with record.span(Stage.HOST, step=step):
-                upload = device.upload(job.inputs(batch), step=step, epoch=batch.epoch, slot=batch.slot)
-                upload.wait()  # the device records how long: Stage.H2D
+                arrays = batch.on_device()  # the device records how long the copy keeps us waiting: Stage.H2D
+                job.batches.copy_ahead()  # the next batch travels while this one is computed with
                 with record.span(Stage.HOST, step=step, flags=Flag.PROFILER):
-                    job.fingerprint_inputs(batch, upload.arrays)
-                batch.release()  # its slot may be filled again: the device has its own copy
+                    job.fingerprint_inputs(batch, arrays)
 
             with record.span(Stage.COMPUTE, step=step), device.compute(step=step, epoch=batch.epoch):
-                loss = solver.step_on(upload.arrays, epoch=batch.epoch)
+                job.hand_over(batch, arrays)
+                loss = job.solver.step_on(epoch=batch.epoch)
 
             with record.span(Stage.HOST, step=step, flags=Flag.PROFILER):
                 job.fingerprint_outcome(loss)

@@ -218,6 +218,11 @@ class Ring:
         """The bytes of a slot: uint8[slot_bytes], page-aligned, in shared memory."""
         return self._payload[slot]
 
+    @property
+    def memory(self) -> np.ndarray:
+        """All slots: uint8[depth * slot_bytes], page-aligned."""
+        return self._payload.reshape(-1)
+
     # -- the worker's side -----------------------------------------------------------------------------------
 
     def enter(self, row: int) -> None:

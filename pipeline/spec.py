@@ -201,6 +201,7 @@ def feed_spec(
         start_step=start_step,
         stop_step=stop_step,
         max_restarts=feed.max_restarts,
+        poison=feed.poison,
         stall_timeout_s=feed.stall_timeout_s,
         worker_cpus=0.1 if test else 0.75,
         recorder_folder=str(recorder.folder) if recording and recorder is not None else None,

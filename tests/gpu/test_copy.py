@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
+import threading
+import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,15 +23,23 @@ from profiler.events import Stage
 from tests.gpu.recording import ListRecorder
 
 
+def watching() -> bool:
+    """Whether the device's own thread asks, which waits for ends and brings none about."""
+    return threading.current_thread().name == "copy-watcher"
+
+
 class FakeStream:
-    """Work in order, each piece done at the first wait for an event behind it."""
+    """Work in order, each piece done at the first wait (but the watcher's) for an event behind it."""
 
     def __init__(self, non_blocking: bool = False) -> None:
         self.work: list[Callable[[], None]] = []
 
     def run(self, until: int) -> None:
+        while watching() and self.done < until:
+            time.sleep(0.0005)
         while self.done < until:
             self.work[self.done]()
+            self.work[self.done] = lambda: None  # done work keeps nothing alive
             self.done += 1
 
     done = 0
@@ -41,6 +53,9 @@ class FakeStream:
 
 
 class FakeEvent:
+    def __init__(self, block: bool = False) -> None:
+        self.block = block
+
     def record(self, stream: FakeStream) -> None:
         self.stream, self.at = stream, len(stream.work)
 
@@ -77,6 +92,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     module.empty = lambda count, dtype: np.empty(count, dtype).view(FakeArray)
     module.cuda = types.SimpleNamespace(
         Stream=FakeStream,
+        Device=lambda number=0: types.SimpleNamespace(id=number, use=lambda: None),
         Event=FakeEvent,
         get_current_stream=lambda: current,
         get_elapsed_time=lambda begun, ended: 0.25,
@@ -163,3 +179,55 @@ def test_slots_are_pinned_once_and_released_before_they_go(cupy: Any) -> None:
     assert device.register(slot)
     device.close()
     assert cupy.registered[-1] == ("unregister", address)
+
+
+def test_the_callback_comes_with_the_end_of_the_copy_and_not_before(device: CupyDevice) -> None:
+    calls: list[str] = []
+    upload = device.upload({"data": np.ones(3, np.float32)})
+    upload.when_done(lambda: calls.append(threading.current_thread().name))
+    time.sleep(0.02)
+    assert calls == []
+    device._copy_stream.synchronize()
+    deadline = time.monotonic() + 10
+    while not calls and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert calls == ["copy-watcher"], "nobody had to ask"
+    assert len(device.recorder.of(Stage.COPY)) == 1
+
+
+def test_a_device_buffer_that_grows_outlives_the_work_of_both_streams_on_it(device: CupyDevice, cupy: Any) -> None:
+    """A pool keeps memory per stream and knows nothing of others: what a copy still writes to must not go back."""
+    streams = (device._copy_stream, cupy.current)
+    freed_with_work_left: list[bool] = []
+
+    def watch(memory: Any) -> None:
+        marks = [len(stream.work) for stream in streams]
+        weakref.finalize(
+            memory,
+            lambda: freed_with_work_left.append(
+                any(stream.done < mark for stream, mark in zip(streams, marks, strict=True))
+            ),
+        )
+
+    for step in range(8):
+        upload = device.upload({"data": np.full(100 * (step + 1), step, np.float32)}, step=step)
+        array = upload.wait().arrays["data"]
+        with device.compute(step=step):
+            cupy.current.work.append(lambda array=array, step=step: np.testing.assert_array_equal(array, step))
+            watch(device._memory[step % device.staging])
+        del array, upload
+        gc.collect()
+    assert freed_with_work_left == [False] * (8 - device.staging)
+
+
+def test_host_arrays_are_held_until_the_copy_is_over(device: CupyDevice) -> None:
+    source = np.ones(50, np.float32)
+    alive = weakref.ref(source)
+    upload = device.upload({"data": source})
+    del source
+    gc.collect()
+    assert alive() is not None
+    upload.wait()
+    gc.collect()
+    assert alive() is None
+    assert (upload.arrays["data"] == 1).all()

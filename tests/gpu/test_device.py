@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gpu.device import BUFFER_SETS, Device, NumpyDevice, open_device
+from gpu.device import STAGING, Device, NumpyDevice, open_device
 from profiler.errors import StallscopeError, UsageError
 from profiler.events import Flag, Stage
 from tests.gpu.recording import ListRecorder
@@ -24,26 +25,63 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
         yield opened
 
 
-def test_an_upload_is_a_copy_of_same_shape_and_type(device: Device) -> None:
+@pytest.fixture
+def copying() -> Iterator[Device]:
+    """A device with staging buffers."""
+    with open_device("emulated", recorder=ListRecorder()) as opened:
+        yield opened
+
+
+def test_an_upload_has_same_shapes_types_and_values(device: Device) -> None:
     source = batch(7)
-    upload = device.upload(source, step=3)
-    arrays = upload.wait().arrays
-    assert upload.done
+    arrays = device.upload(source, step=3).wait().arrays
     assert set(arrays) == {"data", "label"}
     for name, array in arrays.items():
         assert array.dtype == source[name].dtype
         np.testing.assert_array_equal(array, source[name])
-        assert not np.shares_memory(array, source[name])
+
+
+def test_a_copy_is_apart_from_its_source(copying: Device) -> None:
+    source = batch(7)
+    upload = copying.upload(source).wait()
+    assert upload.done
     source["data"][:] = 99
-    assert (arrays["data"] == 7).all()
+    assert (upload.arrays["data"] == 7).all()
 
 
-def test_arrays_live_until_the_second_upload_after(device: Device) -> None:
-    first = device.upload(batch(1)).wait()
-    second = device.upload(batch(2)).wait()
+def test_the_callback_comes_once_when_the_source_is_free(device: Device) -> None:
+    calls: list[int] = []
+    upload = device.upload(batch(1))
+    upload.when_done(lambda: calls.append(1))
+    upload.wait()
+    upload.taken()
+    device.synchronize()
+    deadline = time.monotonic() + 10
+    while not calls and time.monotonic() < deadline:
+        time.sleep(0.001)  # the copy engine's thread calls it
+    upload.when_done(lambda: calls.append(2))
+    upload.taken()
+    assert calls == [1, 2]
+
+
+def test_a_callback_that_fails_is_raised_at_the_next_upload(device: Device) -> None:
+    upload = device.upload(batch(1))
+    upload.when_done(lambda: 1 / 0)
+    upload.wait()
+    upload.taken()
+    deadline = time.monotonic() + 10
+    while device._failed is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    with pytest.raises(ZeroDivisionError):
+        device.upload(batch(2))
+
+
+def test_arrays_live_until_the_second_upload_after(copying: Device) -> None:
+    first = copying.upload(batch(1)).wait()
+    second = copying.upload(batch(2)).wait()
     assert (first.arrays["data"] == 1).all()
     assert (second.arrays["data"] == 2).all()
-    device.upload(batch(3), step=3).wait()
+    copying.upload(batch(3), step=3).wait()
     with pytest.raises(StallscopeError, match="reused by a later upload"):
         _ = first.arrays
     with pytest.raises(StallscopeError, match="reused by a later upload"):
@@ -51,23 +89,40 @@ def test_arrays_live_until_the_second_upload_after(device: Device) -> None:
     assert (second.arrays["data"] == 2).all()
 
 
-def test_steady_state_reuses_its_buffers(device: Device) -> None:
-    addresses = set()
-    for step in range(10):
-        arrays = device.upload(batch(step), step=step).wait().arrays
-        addresses.add((arrays["data"].ctypes.data, arrays["label"].ctypes.data))
-    assert len(addresses) == BUFFER_SETS
-    assert len(device.recorder.of(Stage.ALLOC)) == 2 * BUFFER_SETS
+@pytest.mark.parametrize("staging", [1, 2, 3])
+def test_steady_state_reuses_its_buffers(staging: int) -> None:
+    with open_device("emulated", staging=staging, recorder=ListRecorder()) as device:
+        assert device.ahead == staging - 1
+        device.reserve({"data": ((4, 3, 2), np.float32), "label": ((4,), np.int32)})
+        assert len(device.recorder.of(Stage.ALLOC)) == staging
+        addresses = set()
+        for step in range(10):
+            arrays = device.upload(batch(step), step=step).wait().arrays
+            addresses.add((arrays["data"].ctypes.data, arrays["label"].ctypes.data))
+        assert len(addresses) == staging
+        assert len(device.recorder.of(Stage.ALLOC)) == staging
 
 
-def test_a_short_batch_fits_in_the_same_buffers_and_a_longer_one_grows_them(device: Device) -> None:
+def test_a_short_batch_fits_in_the_same_buffers_and_a_longer_one_grows_them(copying: Device) -> None:
     for items in (4, 4, 2, 4, 4):
-        arrays = device.upload(batch(items, items)).wait().arrays
+        arrays = copying.upload(batch(items, items)).wait().arrays
         assert arrays["data"].shape == (items, 3, 2)
         assert (arrays["data"] == items).all()
-    assert len(device.recorder.of(Stage.ALLOC)) == 2 * BUFFER_SETS
-    assert device.upload(batch(9, items=40)).wait().arrays["data"].shape == (40, 3, 2)
-    assert len(device.recorder.of(Stage.ALLOC)) == 2 * BUFFER_SETS + 2
+    assert len(copying.recorder.of(Stage.ALLOC)) == STAGING
+    assert copying.upload(batch(9, items=40)).wait().arrays["data"].shape == (40, 3, 2)
+    assert len(copying.recorder.of(Stage.ALLOC)) == STAGING + 1
+
+
+def test_staging_takes_what_a_batch_takes_and_not_the_next_power_of_two(copying: Device) -> None:
+    """Pools that round a request up would take 2 MiB for this batch, of 1.1 MiB; and no more in 1000 other ones."""
+    size = int(1.1 * (1 << 20))
+    copying.reserve({"data": ((size,), np.uint8)})
+    source = np.zeros(size, np.uint8)
+    for step in range(1000):
+        copying.upload({"data": source[: 1 + step * 37 % 5000]}).wait()
+    taken = [row.fields["nbytes"] for row in copying.recorder.of(Stage.ALLOC)]
+    assert len(taken) == STAGING
+    assert max(taken) < 1.001 * size
 
 
 def test_arrays_before_wait_are_refused(device: Device) -> None:
@@ -77,11 +132,13 @@ def test_arrays_before_wait_are_refused(device: Device) -> None:
     upload.wait()
 
 
-def test_a_third_upload_in_flight_is_refused(device: Device) -> None:
-    device.upload(batch(1), step=1)
-    device.upload(batch(2), step=2)
-    with pytest.raises(StallscopeError, match="the upload of step 1 is still pending"):
-        device.upload(batch(3), step=3)
+@pytest.mark.parametrize("staging", [1, 2, 3])
+def test_an_upload_more_than_there_are_buffers_is_refused(staging: int) -> None:
+    with open_device("emulated", staging=staging) as device:
+        for step in range(1, staging + 1):
+            device.upload(batch(step), step=step)
+        with pytest.raises(StallscopeError, match="the upload of step 1 is still pending"):
+            device.upload(batch(9), step=9)
 
 
 def test_strided_and_foreign_sources_are_refused(device: Device) -> None:
@@ -130,18 +187,22 @@ def test_host_devices_pin_nothing(device: Device) -> None:
     device.unregister(memory)
 
 
-def test_the_numpy_device_copies_at_once_and_records_all_of_it() -> None:
+def test_the_numpy_device_copies_nothing() -> None:
     recorder = ListRecorder()
     with open_device("numpy", recorder=recorder) as device:
         assert isinstance(device, NumpyDevice)
+        assert device.ahead == 0
         source = batch(1)
         upload = device.upload(source, step=5, epoch=2, slot=1)
+        array = upload.wait().arrays["data"]
+        assert np.shares_memory(array, source["data"])
+        with pytest.raises(ValueError, match="read-only"):
+            array[:] = 0
+        assert not upload.done, "the arrays are the source: it is in use until they were taken"
+        upload.taken()
         assert upload.done
-        source["data"][:] = 2  # the slot is free
-        assert (upload.wait().arrays["data"] == 1).all()
         assert device.nominal_ns == 0
-    (row,) = recorder.of(Stage.H2D)
-    assert row.fields == {"step": 5, "epoch": 2, "slot": 1, "nbytes": 4 * 6 * 4 + 4 * 4}
+    assert recorder.of(Stage.H2D) == recorder.of(Stage.ALLOC) == []
 
 
 @pytest.mark.parametrize(
@@ -150,6 +211,7 @@ def test_the_numpy_device_copies_at_once_and_records_all_of_it() -> None:
         ("numpy", {"step_ms": 20}, "only for the emulated accelerator"),
         ("numpy", {"h2d_gbps": 12}, "only for the emulated accelerator"),
         ("emulated", {"step_ms": -1}, "out of range"),
+        ("numpy", {"staging": 0}, "out of range"),
         ("emulated", {"h2d_delay_ms": float("nan")}, "out of range"),
         ("emulated", {"h2d_gbps": float("inf")}, "out of range"),
     ],

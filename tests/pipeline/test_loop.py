@@ -25,17 +25,9 @@ class FakeBatch:
     def __len__(self) -> int:
         return 4
 
-    def release(self) -> None:
-        self.log.append(f"release {self.step}")
-
-
-class FakeUpload:
-    def __init__(self, log: list[str], step: int) -> None:
-        self.log, self.step = log, step
-        self.arrays = {"data": np.zeros(1, np.float32)}
-
-    def wait(self) -> None:
+    def on_device(self) -> dict[str, Any]:
         self.log.append(f"wait {self.step}")
+        return {"data": np.zeros(1, np.float32)}
 
 
 class FakeJob:
@@ -48,7 +40,7 @@ class FakeJob:
         self.recorder: Recorder = NULL
         self.first_step = self.step = 0
         self.steps, self.tests, self.snapshots, self.stop_after = steps, tests, snapshots, stop_after
-        self.device = self.solver = self.feed = self
+        self.device = self.solver = self.batches = self
 
     def done(self) -> bool:
         return self.step >= min(self.steps, self.stop_after)
@@ -63,12 +55,8 @@ class FakeJob:
         self.log.append(f"next {self.step}")
         return FakeBatch(self.log, self.step)
 
-    def inputs(self, batch: FakeBatch) -> dict[str, Any]:
-        return {}
-
-    def upload(self, arrays: dict[str, Any], *, step: int, epoch: int, slot: int) -> FakeUpload:
-        self.log.append(f"upload {step}")
-        return FakeUpload(self.log, step)
+    def copy_ahead(self) -> None:
+        self.log.append(f"ahead of {self.step}")
 
     def fingerprint_inputs(self, batch: FakeBatch, arrays: dict[str, Any]) -> None:
         self.log.append(f"look {batch.step}")
@@ -79,12 +67,18 @@ class FakeJob:
         yield
         self.log.append(f"end {step}")
 
-    def step_on(self, arrays: dict[str, Any], *, epoch: int) -> float:
+    def hand_over(self, batch: FakeBatch, arrays: dict[str, Any]) -> None:
+        self.log.append(f"hand over {batch.step}")
+
+    def step_on(self, *, epoch: int) -> float:
         self.log.append(f"solve {self.step}")
         return 0.5
 
     def fingerprint_outcome(self, loss: float) -> None:
         self.log.append(f"loss {loss}")
+
+    def note_memory(self) -> None:
+        """Nothing to note."""
 
     def show(self, items: int, loss: float) -> None:
         self.log.append(f"show {items}")
@@ -100,7 +94,7 @@ def test_one_step_from_top_to_bottom() -> None:
     job = FakeJob(1, tests=(0,), snapshots=(1,))
     loop.train(job)  # type: ignore[arg-type]
     assert job.log == [
-        "test 0", "next 0", "upload 0", "wait 0", "look 0", "release 0", "begin 0", "solve 0", "end 0", "loss 0.5",
+        "test 0", "next 0", "wait 0", "ahead of 0", "look 0", "begin 0", "hand over 0", "solve 0", "end 0", "loss 0.5",
         "show 4", "snapshot 1",
     ]  # fmt: skip
 
@@ -144,7 +138,7 @@ def test_the_spans_of_a_step_nest_and_add_up(tmp_path: Path) -> None:
 
 def test_an_error_leaves_the_loop_as_it_is() -> None:
     job = FakeJob(3)
-    job.step_on = lambda arrays, *, epoch: 1 / 0  # type: ignore[method-assign]
+    job.step_on = lambda *, epoch: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         loop.train(job)  # type: ignore[arg-type]
 
