@@ -10,7 +10,7 @@ import numpy as np
 
 from gpu.cuda import layers as cuda
 from gpu.cuda.kernels import Windows
-from gpu.layers import kernels
+from gpu.layers import pooling_kernels as kernels
 from gpu.layers.base import Array, Layer, Shape, register
 from gpu.threads import spread
 

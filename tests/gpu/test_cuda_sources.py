@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from gpu.cuda import fingerprint, layers
 from gpu.cuda.kernels import FOLDER, KERNELS, OPTIONS, Kernel, Windows, checked, source
 from gpu.layers import kernels as compiled
+from gpu.layers import pooling_kernels as pooling
 from profiler import hashing
 from profiler.errors import StallscopeError
 from tests.gpu import nvrtc
@@ -165,20 +166,20 @@ def test_poolings(window: dict[str, Any], planes: int, grid: tuple[int, int], se
     y, index = np.empty_like(dy), np.full(dy.shape, -9, np.int32)
     wanted, where = np.empty_like(dy), np.empty_like(index)
     layers.max_pool(own, w, x, y, index)
-    compiled.max_pool(x, wanted, where, *args)
+    pooling.max_pool(x, wanted, where, *args)
     np.testing.assert_array_equal(y, wanted)
     np.testing.assert_array_equal(index, where)
     dx, back = np.full_like(x, 7), np.empty_like(x)
     layers.max_pool_back(own, w, dy, index, dx)
-    compiled.max_pool_back(dy.reshape(planes, -1), where.reshape(planes, -1), back.reshape(planes, -1), 0, planes)
+    pooling.max_pool_back(dy.reshape(planes, -1), where.reshape(planes, -1), back.reshape(planes, -1), 0, planes)
     np.testing.assert_array_equal(dx, back)
     x = numbers(rng, *x.shape)
     layers.ave_pool(own, w, x, y)
-    compiled.ave_pool(x, wanted, *args)
+    pooling.ave_pool(x, wanted, *args)
     np.testing.assert_array_equal(y, wanted)
     dx[...] = 7
     layers.ave_pool_back(own, w, dy, dx)
-    compiled.ave_pool_back(dy, back, *args)
+    pooling.ave_pool_back(dy, back, *args)
     np.testing.assert_array_equal(dx, back)
 
 

@@ -251,6 +251,34 @@ def test_settings_that_make_no_sense(layer: str, message: str) -> None:
         layer_net((2, 3, 5, 5), layer)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    pad=st.integers(0, 1),
+    size=st.tuples(st.integers(4, 19), st.integers(4, 19)),
+    seed=st.integers(0, 2**31),
+)
+def test_compiled_max_pooling_is_the_portable_one_bit_for_bit(
+    kernel: tuple[int, int], stride: tuple[int, int], pad: int, size: tuple[int, int], seed: int
+) -> None:
+    stride = (min(stride[0], kernel[0]), min(stride[1], kernel[1]))
+    pad = min(pad, *(k - 1 for k in kernel))
+    text = (
+        f'type: "Pooling" bottom: "x" top: "y" top: "mask" pooling_param {{ kernel_h: {kernel[0]} '
+        f"kernel_w: {kernel[1]} stride_h: {stride[0]} stride_w: {stride[1]} pad: {pad} }}"
+    )
+    special = np.float32([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 1, -1, 2, 2])
+    x = np.random.default_rng(seed).choice(special, (2, 3, *size))
+    found = []
+    for backend in BACKENDS.values():
+        net = layer_net(x.shape, text, backend=backend)
+        tops = net.forward(x=x)
+        dy = np.arange(tops["y"].size, dtype=np.float32).reshape(tops["y"].shape)
+        found.append([tops["y"].tobytes(), tops["mask"].tobytes(), net.backward(y=dy)["x"].tobytes()])
+    assert found[0] == found[1]
+
+
 def test_a_large_batch_is_unrolled_in_chunks() -> None:
     """Chunks change the order of sums in the weight gradient, nothing else."""
     param = 'num_output: 4 kernel_size: 5 weight_filler { type: "xavier" }'
