@@ -98,7 +98,7 @@ def test_as_caffe(in_use: Cudnn, case: str, offered: tuple[str, ...]) -> None:
     for direction in set(PASSES) - set(offered):
         FakeCudnn.plans[direction] = []
     if case == "conv_group2":  # the stand-in knows no groups
-        FakeCudnn.plans = dict.fromkeys(PASSES, [])
+        FakeCudnn.plans = {direction: [] for direction in PASSES}
     one_layer, golden = load(case, "portable")
     check_as_caffe(case, one_layer, golden)
     if case in ("conv_group2", "conv_depthwise"):

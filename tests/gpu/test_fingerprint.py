@@ -13,6 +13,7 @@ from gpu import fingerprint
 from gpu.backend import select_backend
 from gpu.blob import Blob
 from profiler.hashing import ordered, ordered_parts, stats
+from tests.gpu.host_kernels import COMPILER, HostLauncher
 from tests.gpu.recording import ListRecorder
 
 VALUES = {
@@ -71,11 +72,11 @@ def test_statistics_of_parts_are_those_of_the_whole() -> None:
     draw = np.random.default_rng(3)
     parts = [draw.standard_normal(50).astype(np.float32) for _ in range(3)]
     parts[1][:4] = [0, np.nan, np.inf, 1e-42]
-    together, whole = fingerprint.combined_stats(parts), stats(np.concatenate(parts))
+    together, whole = fingerprint.combined(stats(part) for part in parts), stats(np.concatenate(parts))
     assert together.l2 == pytest.approx(whole.l2, rel=1e-12)
     for name in ("max_abs", "zeros", "subnormals", "infs", "nans"):
         assert getattr(together, name) == getattr(whole, name)
-    nothing = fingerprint.combined_stats([])
+    nothing = fingerprint.combined([])
     assert (nothing.max_abs, nothing.l2, nothing.zeros) == (0.0, 0.0, 0)
 
 
@@ -90,3 +91,16 @@ def test_what_is_recorded() -> None:
     assert seen["zeros"] == 2
     assert seen["l2"] == pytest.approx(math.sqrt(55 + 1.5**2 + 4 + 16))
     assert history_seen["l2"] == 5.0
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_device_records_what_the_host_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there, launcher = ListRecorder(), ListRecorder(), HostLauncher()
+    fingerprint.record_params(here, 3, net_of(VALUES))
+    fingerprint.record_history(here, 3, solver_of(*VALUES["conv"]))
+    monkeypatch.setattr(fingerprint, "own_kernels", lambda xp: launcher)
+    fingerprint.record_params(there, 3, net_of(VALUES))
+    fingerprint.record_history(there, 3, solver_of(*VALUES["conv"]))
+    assert here.fingerprints == there.fingerprints
+    assert launcher.launched.count("fingerprint") == 5
+    assert fingerprint.fingerprint_parts(np.arange(3, dtype=np.int32)) == ordered_parts([np.arange(3, dtype=np.int32)])
