@@ -164,6 +164,8 @@ class LocalReader:
         self.source = source
 
     def read(self, indices: NDArray[np.int64], recorder: Recorder, **tags: int) -> list[Record]:
+        if self.source.backend == "python":
+            tags["flags"] = tags.get("flags", 0) | Flag.OWN_CODE
         with recorder.span(Stage.READ, items=len(indices), **tags) as span:
             records = self.source.read_many(indices)
             span.nbytes = sum(len(record.value) for record in records)

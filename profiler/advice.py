@@ -17,7 +17,7 @@ from profiler.timeline import Timeline
 
 WHERE_TEXT = {
     "storage": "waiting for storage: pages and reads that were not in memory",
-    "read": "reading: look-up and parsing of records",
+    "read": "reading: look-up and parsing of records, or a Python data layer's read()",
     "decode": "decoding of images",
     "augment": "augmentation (crop, mirror, own transform)",
     "collate": "collating samples into the batch",
@@ -259,7 +259,7 @@ def _more(model: Model, parts: list[Model], timeline: Timeline, setting: Setting
 def _for_place(where: str, model: Model, parts: list[Model], timeline: Timeline, setting: Setting) -> str:
     cheaper = {
         "storage": "keep the data in memory or on a faster disk, set data.order.shuffle: block",
-        "read": "make records smaller (datasets.convert --resize, --encode-type jpg)",
+        "read": "make records smaller (datasets.convert --resize, --encode-type jpg), or read() of a Python layer cheaper",
         "decode": "store images decoded if they are not (datasets.convert without --encoded)",
         "augment": "make the transform cheaper (data.transform.python)",
         "collate": "use a smaller data.train.batch or data.transform.crop",

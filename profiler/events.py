@@ -98,6 +98,7 @@ class Flag(IntEnum):
     REDO = 8  # made again after a worker was lost
     TEST_PHASE = 16
     PROFILER = 32  # work of the loop that is the profiler's own: fingerprints, record numbers
+    OWN_CODE = 64  # a user's code does the work: what it waits for need not be storage
 
 
 EVENT = np.dtype(

@@ -238,14 +238,14 @@ def _storage_wait(tree: Nesting, at: np.ndarray, rest: np.ndarray, *, reading: b
     ``rest`` is their own time less what was spent ready to run; what is neither that nor CPU time, the thread was
     blocked. While records are read it waits for nothing but storage, whether a mapped page is missing, a read call
     does not return or a file system counts neither; there must be a sign of waiting, since a hypervisor takes time
-    away too. In other stages (a user's function may sleep) only page faults are: their share of all waits. A missing
-    reading takes nothing out.
+    away too, and where a user's code reads, blocks or faults. In other stages (a user's function may sleep) only page
+    faults are: their share of all waits. A missing reading takes nothing out.
     """
     events, busy, waits, faults = tree.events[at], tree.own_cpu_ns[at], tree.own_waits[at], tree.own_faults[at]
     blocked = np.where(busy >= 0, np.clip(rest - busy, 0, None), 0.0)
     if not reading:
         return blocked * np.clip(faults / np.maximum(waits, 1), 0, 1) * (waits > 0)
-    told = (tree.own_runq_ns[at] >= 0) & (waits > 0)
+    told = (tree.own_runq_ns[at] >= 0) & (waits > 0) & (events["flags"] & Flag.OWN_CODE == 0)
     return np.where((events["inblock"] > 0) | (faults > 0) | told, blocked, 0.0)
 
 
