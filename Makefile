@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 PYTEST := $(PY) -m pytest
 
-.PHONY: env demo test test-long test-oracle fuzz lint clean
+.PHONY: env demo test test-long test-oracle test-gpu fuzz lint clean
 
 env: $(READY)
 
@@ -42,6 +42,13 @@ test-long: $(READY)
 test-oracle: $(READY)
 	$(PY) -c 'import torch' 2>/dev/null || $(PIP) torch
 	$(PYTEST) -m oracle
+
+# For a machine with an NVIDIA driver: the tests, then the acceptance, whose results lie in gpu_acceptance.json.
+GPU_EXTRA ?= gpu
+test-gpu: $(READY)
+	$(PY) -c 'import cupy, cudnn' 2>/dev/null || $(PIP) --editable '.[$(GPU_EXTRA)]'
+	$(PYTEST) tests/cuda -m gpu --timeout 1800
+	$(PY) -m benchmarks.gpu_acceptance --json gpu_acceptance.json
 
 # Records and image files of any bytes, guided by coverage; what ends the run lies in .fuzz/ (see tests/fuzz).
 FUZZ_SECONDS ?= 600
