@@ -140,6 +140,7 @@ class Scaler:
         if shrank:
             self._changed(step, scale, why, offender)
         if self.loss_scale.in_a_row >= PATIENCE:
+            self.note_losses()
             raise self._endless(step, why, offender)
         return False
 
@@ -164,7 +165,9 @@ class Scaler:
             if kind not in self._told:
                 self._told.add(kind)
                 values = {"values": int(new[row, column]), "nonzero": int(new[row, half.NONZERO])}
-                recorder.current().note("precision_first", step=step, kind=kind, **_named(tensor), **values)
+                recorder.current().note(
+                    "precision_first", step=step, kind=kind, dynamic=self.loss_scale.dynamic, **_named(tensor), **values
+                )
         return first
 
     def _endless(self, step: int, why: str, offender: Tensor | None) -> StallscopeError:
@@ -183,7 +186,7 @@ class Scaler:
         now = recorder.current()
         for layer, kinds in losses_by_layer(self.precision).items():
             if any(loss[name] for loss in kinds.values() for name in ("overflow", "flushed", "subnormal")):
-                now.note("precision", layer=layer, dynamic=self.loss_scale.dynamic, **kinds)
+                now.note("precision", layer=layer, **kinds)
 
 
 def losses_by_layer(precision: Precision) -> dict[str, dict[str, dict[str, int]]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from profiler import rounding
 from profiler.events import Flag, Kind, Stage
 from profiler.finding import Finding
 from profiler.growth import MIB, classify
@@ -18,7 +19,7 @@ _LOST = "worker_lost"
 _SILENT = "worker_silent"
 _BAD = ("bad_record", "bad_records")
 _WARNED = "data_warning"
-_QUIET = ("closed", "gc_short", "layer", _WARNED, *_BAD)
+_QUIET = ("closed", "gc_short", "layer", _WARNED, *_BAD, *rounding.NOTES)
 _SELF = ("note", "t_ns", "wall_ns", "process", "name", "role", "actor", "pid")
 _MANY = 20
 
@@ -70,7 +71,7 @@ def collect(run: Run, events: np.ndarray, timeline: Timeline, attribution: Attri
     """All findings of a run, the gravest first. ``events``: EVENT[n] of all processes."""
     found = [
         *_end(run, timeline), *_faults(run, events), *_silent(run), *_bad_records(run),
-        *_data_warnings(run), *_growth(run), *_notes(run), *_record(run, timeline, attribution),
+        *_data_warnings(run), *_growth(run), *rounding.findings(run.notes), *_notes(run), *_record(run, timeline, attribution),
     ]  # fmt: skip
     rank = {"fault": 0, "warning": 1, "info": 2}
     return tuple(sorted(found, key=lambda finding: rank[finding.level]))
