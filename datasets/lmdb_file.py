@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from datasets.errors import DatasetCorrupt, DatasetTruncated, NotADataset, SourceError
 
@@ -22,6 +22,8 @@ BIGDATA, SUBDATA = 1, 2  # flags of a node
 NO_PAGE = 2**64 - 1
 _REVERSEKEY, _DUPSORT, _INTEGERKEY = 2, 4, 8  # flags of a database
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
+_MARK = _MAGIC.to_bytes(4, "little")
+_OTHER_VERSIONS = (2, 3, 999)  # LMDB 1.0, and what its developers use
 _META_BYTES = 136
 _TRANSACTION = HEADER + 128  # byte of a meta page: u64
 _NOWHERE = 1 << 62
@@ -41,12 +43,13 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What the newer of the two meta pages says."""
+    """What the newer of the two meta pages says. doubt: the other one, where it cannot be read."""
 
     page_size: int
     last_page: int
     transaction: int
     main: Tree
+    doubt: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -108,10 +111,12 @@ class LmdbFile:
             ) from error
 
     def meta(self) -> Meta:
-        """The newer meta page. Raises :class:`NotADataset` where there is none."""
+        """The newer meta page. Raises :class:`NotADataset` where there is none.
+
+        Where one of the two cannot be read, what the other says: ``doubt`` tells it, and its state may be an older one.
+        """
         head = self.read(0, HEADER + _META_BYTES)
-        if len(head) == HEADER + _META_BYTES and head[16:20] == _MAGIC.to_bytes(4, "big"):
-            raise NotADataset(f"{self.path} was written on a big-endian machine", hint="convert it there")
+        self._refuse_others(head)
         first = _meta(head)
         sizes = (first.page_size,) if first else _PAGE_SIZES
         second = next((meta for size in sizes if (meta := _meta(self.read(size, HEADER + _META_BYTES)))), None)
@@ -123,7 +128,8 @@ class LmdbFile:
                 found=f"{self.size} bytes that begin {head[16:24].hex(' ') or 'nowhere'}",
                 hint="a file of another kind, or one whose beginning is lost: copy it again",
             )
-        return max(found, key=lambda meta: meta.transaction)
+        newer = max(found, key=lambda meta: meta.transaction)
+        return newer if len(found) == 2 else replace(newer, doubt=f"meta page {0 if first is None else 1}")
 
     def transaction(self, page_size: int) -> int | None:
         """Number of the last committed transaction; None where the file no longer reaches so far."""
@@ -133,23 +139,56 @@ class LmdbFile:
         return max(int.from_bytes(found[:8], "little"), int.from_bytes(found[-8:], "little"))
 
     def check_header(self) -> None:
-        """Refuse what is no LMDB and what ends before its second page, with what was found."""
+        """Refuse what is no LMDB, what ends before its second page, and what lacks one of its two meta pages."""
         size = self.size
         try:
-            head = os.pread(self.fd, 44, 0)
+            head = os.pread(self.fd, HEADER + _META_BYTES, 0)
         except OSError as error:
             raise SourceError(f"{self.name} cannot be read: {error.strerror}", found=self.path) from error
-        if len(head) >= 20 and head[16:20] != _MAGIC.to_bytes(4, "little"):
+        self._refuse_others(head)
+        page = int.from_bytes(head[40:44], "little")
+        if len(head) >= 20 and head[16:20] != _MARK and not any(map(self._has_mark, _PAGE_SIZES)):
             raise NotADataset(
                 f"{self.path} is not an LMDB", expected="the LMDB mark at byte 16", found=head[16:20].hex(" ")
             )
-        page = int.from_bytes(head[40:44], "little")
         if size < 2 * max(page, 256):
             raise DatasetTruncated(
                 f"{self.path} is too short for an LMDB",
                 expected=f"at least 2 pages of {page} bytes" if page else "at least 2 pages",
                 found=f"{size} bytes",
                 hint="an interrupted copy, most likely: copy it again",
+            )
+        doubt = self.meta().doubt
+        if doubt:  # the library refuses it as well: what the other page leads to may be older than the last commit
+            raise DatasetCorrupt(
+                f"{self.name} is damaged: {doubt} cannot be read",
+                expected="two meta pages",
+                found="one, which may be older than the last commit",
+                hint=f"copy it again from where it was made; python -m datasets.verify {self.path} reads what the "
+                "other one leads to, and with --salvage OUT saves it",
+            )
+
+    def _has_mark(self, start: int) -> bool:
+        return self.read(start + HEADER, 4) == _MARK
+
+    def _refuse_others(self, head: bytes) -> None:
+        """Refuse the formats of other machines and versions, by name."""
+        for found, what, hint in (
+            (head[16:20] == _MARK[::-1], "was written on a big-endian machine", "convert it there"),
+            (head[12:16] in (_MARK, _MARK[::-1]), "was written by a 32-bit program", "copy it with a 64-bit one there"),
+        ):
+            if found:
+                raise NotADataset(
+                    f"{self.path} {what}", expected="an LMDB of a 64-bit little-endian machine",
+                    hint=f"LMDB's files are those of one kind of machine: {hint} (mdb_dump there, mdb_load here)",
+                )  # fmt: skip
+        version = int.from_bytes(head[20:24], "little")
+        if head[16:20] == _MARK and version in _OTHER_VERSIONS:
+            raise NotADataset(
+                f"{self.path} has the format of another LMDB",
+                expected=f"format version {_VERSION} (LMDB 0.9)",
+                found=f"version {version}",
+                hint="mdb_dump with the version that wrote it, mdb_load with LMDB 0.9",
             )
 
     def read_ahead(self, wanted: bool) -> None:

@@ -233,6 +233,10 @@ class LmdbReader(RawReader):
             pages = Pages(file, self._meta)
             have = file.size
             need = self._meta.nbytes
+            if self._meta.doubt:
+                yield Lost(
+                    self._meta.doubt, "is damaged: what the last commit wrote may be missing from what is read here"
+                )
             last: bytes | None = None
             read = 0
             for item in self._walk(pages):
@@ -262,6 +266,8 @@ class LmdbReader(RawReader):
         """
         with LmdbFile(self.path, self.name) as file:
             pages = Pages(file, self._meta)
+            if self._meta.doubt:
+                return Lost(self._meta.doubt, "is damaged"), 0
             records = 0
             last: Leaf | None = None
             for item in pages.leaves(self._tree):

@@ -108,8 +108,8 @@ def _sniff_file(place: Path, wanted: str | None) -> tuple[str, str]:
         head = file.read(4096)
     if place.name == "data.mdb":
         return str(place.parent), "lmdb"
-    # An LMDB begins with a page header (16 bytes) and then the magic number of the meta page.
-    if head[16:20] == _LMDB_MAGIC:
+    # An LMDB begins with a page header (16 bytes, of 32-bit programs 12) and then the magic number of the meta page.
+    if {head[12:16], head[16:20]} & {_LMDB_MAGIC, _LMDB_MAGIC[::-1]}:  # other machines' are refused by name later
         return str(place), "lmdb"
     if head.startswith(HDF5_MAGIC):
         return str(place), "hdf5"

@@ -224,6 +224,8 @@ def test_one_meta_page_is_enough_and_none_is_refused(lmdb_folder: Path) -> None:
     change(lmdb_folder, 0, b"\x55" * PAGE)  # opened as Caffe would: data.mdb in a folder
     document = examine(lmdb_folder)
     assert (document["sound"], document["records"]) in {(2000, 2000), (0, 0)}  # the newer or the older of the two
+    assert not verify.fine(document), "what the last commit wrote may be missing"
+    assert "meta page 0" in json.dumps(document["damage"])
     change(lmdb_folder, PAGE, b"\x55" * PAGE)
     with pytest.raises(NotADataset, match="no readable meta page"):
         examine(lmdb_folder)
