@@ -24,6 +24,8 @@ from profiler.errors import StallscopeError, UsageError
 SCHEMA = 1
 _PARTS = (".caffemodel", ".solverstate")
 _FORMATS = ("", ".h5")
+_LEFT_OUT = {"on_bad_record": "stop", "max_pixels": "the default"}
+"""What it means that a part of a stream is not written down."""
 _SIDECAR = re.compile(r"iter_(\d+)\.json")
 _ANY_PART = re.compile(r"iter_(\d+)\.(?:(?:caffemodel|solverstate)(?:\.h5)?|json)")
 
@@ -175,8 +177,8 @@ def check_same_stream(snapshot: Snapshot, stream: Mapping[str, Any]) -> None:
     if different:
         raise UsageError(
             f"iter_{snapshot.iteration} was made in another stream of data; what differs: {', '.join(different)}",
-            expected=", ".join(f"{key} = {before.get(key)}" for key in different),
-            found=", ".join(f"{key} = {now.get(key)}" for key in different),
+            expected=", ".join(f"{key} = {before.get(key, _LEFT_OUT.get(key, 'not set'))}" for key in different),
+            found=", ".join(f"{key} = {now.get(key, _LEFT_OUT.get(key, 'not set'))}" for key in different),
             hint="set them as they were, or start a run of its own with --run.folder",
         )
 

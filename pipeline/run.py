@@ -74,7 +74,7 @@ def run(config: Config, *, address: str | None = None) -> int:
             raise
         display.stop()
         _end(folder, outcome, job, recorded)
-        _summary(folder, display, job, recorded)
+        _summary(folder, outcome, display, job, recorded)
         return stop.exit_code
 
 
@@ -94,11 +94,11 @@ def _manifest(config: Config, folder: Path, ignored: list[str]) -> dict[str, Any
 
 def _end(folder: Path, outcome: dict[str, Any], job: Job | None, recorded: bool) -> None:
     """Say how the run ended, merge its event streams and write its report. Nothing here hides how it ended."""
+    figures, at = {}, {}
     if job is not None:
-        outcome = {**outcome, "step": job.step, "loss": job.last_loss}
-    figures = {"tests": job.test_results, "feed": job.feed_stats} if job is not None else {}
+        figures, at = {"tests": job.test_results, "feed": job.feed_stats}, {"step": job.step, "loss": job.last_loss}
     try:
-        store.update_manifest(folder, **figures, outcome=outcome, ended_wall_ns=time.time_ns())
+        store.update_manifest(folder, **figures, outcome={**outcome, **at}, ended_wall_ns=time.time_ns())
     except OSError as error:  # what ended the run, perhaps, and not to be shown in its place
         _log.warning("how the run ended cannot be written into %s: %s", folder, error.strerror or error)
     if not recorded:
@@ -107,18 +107,17 @@ def _end(folder: Path, outcome: dict[str, Any], job: Job | None, recorded: bool)
         from profiler.report import write_default
 
         store.compact(folder)
-        write_default(folder)
+        write_default(folder, outcome)
     except (StallscopeError, OSError, ValueError) as error:
         _log.warning("no report was written: %s; python -m profiler.report %s tries again", error, folder)
 
 
-def _summary(folder: Path, display: Display, job: Job | None, recorded: bool) -> None:
+def _summary(folder: Path, outcome: dict[str, Any], display: Display, job: Job | None, recorded: bool) -> None:
     from profiler.report import summarise
 
     display.say("")
-    display.say(
-        summarise(folder) if recorded else "profile.detail is off: nothing was recorded, so there is no report."
-    )
+    nothing = "profile.detail is off: nothing was recorded, so there is no report."
+    display.say(summarise(folder, outcome) if recorded else nothing)
     files = {"report": folder / "report.html", "figures": folder / "report.json", "run folder": folder}
     if job is not None and not job.config.only_feeds:
         weights = folder / "snapshots" / f"iter_{job.step}.caffemodel"

@@ -6,7 +6,7 @@ write it down. The answer comes first, in one sentence.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def analyse(run: store.Run) -> Analysis:
     config = run.manifest.get("config") or {}
     attribution = attribute(
         timeline, events, depth=_number(config, "feed", "depth"), lost_steps=findings.lost_steps(run.notes),
-        setting=_setting(run, timeline),
+        setting=_setting(run, timeline), staging=_number(config, "device", "staging"),
     )  # fmt: skip
     return Analysis(run, events, names, timeline, attribution, _report(run, events, timeline, attribution, config))
 
@@ -52,19 +52,29 @@ def build(run: store.Run) -> Report:
     return analyse(run).report
 
 
-def summarise(folder: str | Path) -> str:
-    """The terminal report of a run folder as plain text (what a pipeline prints at its end)."""
+def summarise(folder: str | Path, outcome: Mapping[str, Any] | None = None) -> str:
+    """The terminal report of a run folder as plain text (what a pipeline prints at its end).
+
+    outcome: how the run ended, from one who knows: a full disk may have kept it out of the manifest.
+    """
     from profiler import terminal
 
-    return terminal.text(build(store.load_run(folder)))
+    return terminal.text(build(_load(folder, outcome)))
 
 
-def write_default(folder: str | Path) -> tuple[Report, dict[str, Path]]:
-    """Write RUN/report.html and RUN/report.json; returns the report and the files by kind."""
-    analysis = analyse(store.load_run(folder))
+def write_default(folder: str | Path, outcome: Mapping[str, Any] | None = None) -> tuple[Report, dict[str, Path]]:
+    """Write RUN/report.html and RUN/report.json; returns the report and the files by kind. outcome: as above."""
+    analysis = analyse(_load(folder, outcome))
     files = {"html": Path(folder) / "report.html", "json": Path(folder) / "report.json"}
     _write(analysis, files)
     return analysis.report, files
+
+
+def _load(folder: str | Path, outcome: Mapping[str, Any] | None) -> store.Run:
+    run = store.load_run(folder)
+    if outcome is not None:
+        run.manifest["outcome"] = dict(outcome)
+    return run
 
 
 def _write(analysis: Analysis, files: dict[str, Path]) -> dict[str, str]:

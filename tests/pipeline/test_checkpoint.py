@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,14 @@ def test_another_stream_is_refused_by_name(tmp_path: Path) -> None:
     for fragment in ("batch, seed", "batch = 64", "batch = 32", "seed = 1", "seed = 2"):
         assert fragment in str(caught.value)
     assert "records" not in str(caught.value)
+
+
+def test_what_a_stream_leaves_out_is_told_by_its_meaning(tmp_path: Path) -> None:
+    snapshot = checkpoint.write(tmp_path, 5, FakeSolver(), {"stream": {**STREAM, "on_bad_record": "skip", "new": 1}})
+    for before, now in ((snapshot.sidecar["stream"], STREAM), (STREAM, snapshot.sidecar["stream"])):
+        with pytest.raises(UsageError) as caught:
+            checkpoint.check_same_stream(replace(snapshot, sidecar={"stream": before}), now)
+        told = str(caught.value)
+        assert "None" not in told
+        for fragment in ("on_bad_record = skip", "on_bad_record = stop", "new = 1", "new = not set"):
+            assert fragment in told

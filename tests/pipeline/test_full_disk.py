@@ -68,7 +68,11 @@ def test_a_job_that_cannot_begin_leaves_no_folder(tmp_path: Path, disk: Disk) ->
 
 
 def test_a_job_goes_on_when_the_disk_is_full_and_says_what_is_lost(
-    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    disk: Disk,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     real = RecordLog.add
 
@@ -79,11 +83,15 @@ def test_a_job_goes_on_when_the_disk_is_full_and_says_what_is_lost(
 
     monkeypatch.setattr(RecordLog, "add", add)
     with caplog.at_level(logging.WARNING):
-        assert runs.run(load(None, flags(tmp_path))) == 0
+        assert runs.run(load(None, flags(tmp_path, **{"run.log_level": "info"}))) == 0
     for part in ("the record numbers of the steps cannot be written now", "how the run ended cannot be written"):
         assert part in caplog.text
     run = store.load_run(tmp_path / "run")
     assert report.build(run).outcome == "unfinished"
+    told = capsys.readouterr().out
+    assert ", finished" in told
+    assert "unfinished" not in told, "who ends the run knows how it ended"
+    assert "still going" not in told
 
 
 def test_record_numbers_are_written_when_there_is_room_again(tmp_path: Path, disk: Disk) -> None:
