@@ -71,7 +71,8 @@ def collect(run: Run, events: np.ndarray, timeline: Timeline, attribution: Attri
     """All findings of a run, the gravest first. ``events``: EVENT[n] of all processes."""
     found = [
         *_end(run, timeline), *_faults(run, events), *_silent(run), *_bad_records(run),
-        *_data_warnings(run), *_growth(run), *rounding.findings(run.notes), *_notes(run), *_record(run, timeline, attribution),
+        *_data_warnings(run), *_growth(run), *rounding.findings(run.notes), *_notes(run),
+        *_record(run, timeline, attribution),
     ]  # fmt: skip
     rank = {"fault": 0, "warning": 1, "info": 2}
     return tuple(sorted(found, key=lambda finding: rank[finding.level]))

@@ -1,4 +1,4 @@
-"""What float16 did to a run, from its notes: overflow, underflow, the loss scale and the steps it cost, with remedies."""
+"""What float16 did to a run, from its notes: overflow, underflow, loss scale and the steps it cost, with remedies."""
 
 from __future__ import annotations
 
@@ -105,10 +105,9 @@ def _scale(notes: list[_Note]) -> list[Finding]:
         steps = sorted({int(note["step"]) for note in skipped})
         listed = ", ".join(map(str, steps[:_MANY])) + (", ..." if len(steps) > _MANY else "")
         text = f"{len(steps)} step{'s' if len(steps) > 1 else ''} of fp16 {'were' if len(steps) > 1 else 'was'} skipped"
-        text += f", which changed no weights: {listed} ({skipped[0]['why']}"
-        text += (
-            f", first in {skipped[0]['tensor']} of layer {skipped[0]['layer']})." if "tensor" in skipped[0] else ")."
-        )
+        first = skipped[0]
+        text += f", which changed no weights: {listed} ({first['why']}"
+        text += f", first in {first['tensor']} of layer {first['layer']})." if "tensor" in first else ")."
         searched = all(any(change["step"] == note["step"] for change in changes) for note in skipped)
         found.append(Finding("skipped_steps", "info" if searched else "warning", text, steps[0]))
     return found
