@@ -23,7 +23,8 @@ class Work:
     """What a layer is fed with: values of its bottoms and tops and gradients of its tops, on the host.
 
     ``wants``: which bottoms get a gradient; ``param_wants``: which parameters. ``shared``: bottoms that lie in the
-    memory of the top of the same index. ``backward``: whether there is a backward pass.
+    memory of the top of the same index. ``backward``: whether there is a backward pass. ``param_diffs``: what came out
+    for the parameters when the net was run.
     """
 
     bottoms: list[np.ndarray]
@@ -33,6 +34,7 @@ class Work:
     param_wants: list[bool]
     shared: list[bool]
     backward: bool
+    param_diffs: list[np.ndarray | None] = field(default_factory=list)
 
 
 @dataclass
@@ -202,6 +204,7 @@ class Double:
                     for blob, wants in zip(node.layer.blobs, node.param_gradients, strict=True)
                 ]
                 node.layer.backward(bottoms, tops, top_diffs, wanted, params)
+                work.param_diffs = params
                 for bottom, diff in zip(node.bottoms, wanted, strict=True):
                     if diff is not None:
                         gradients[bottom] = gradients[bottom] + store(diff)

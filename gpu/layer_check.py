@@ -159,20 +159,20 @@ def _cumulative(
             continue
         so_far = max((max(each.terms.forward, 1) for each in checked[: i + 1]), default=1)
         found = seen[node.layer.name]
-        for part, terms, pures, rounds in (
-            ("forward", so_far, pure.tops, rounded.tops),
-            ("backward", everything, pure.top_diffs if pure.backward else [], rounded.top_diffs),
+        for part, kind, terms, pures, rounds in (
+            ("forward", "top {}", so_far, pure.tops, rounded.tops),
+            ("backward", "top {} gradient", everything, pure.top_diffs if pure.backward else [], rounded.top_diffs),
+            ("backward", "parameter {} gradient", everything, pure.param_diffs, rounded.param_diffs),
         ):
-            kind = "top" if part == "forward" else "top gradient"
             for j, (want, other) in enumerate(zip(pures, rounds, strict=False)):
-                got = getattr(found, part).get(f"{kind} {j}")
-                if got is None:
+                got = getattr(found, part).get(kind.format(j))
+                if got is None or want is None or other is None:
                     continue
                 whole = want if got.shape == want.shape else want[: len(got)]
                 apart = distance(got, whole)
                 allowed = bound_over_layers(want, norm(other - want), terms)
                 verdict = ROUNDING if apart.l2 <= allowed else BUG if apart.relative > WRONG else UNCLEAR
-                into.tensors.append(Tensor(side, "cumulative", f"{kind} {j}", apart, allowed, verdict))
+                into.tensors.append(Tensor(side, "cumulative", kind.format(j), apart, allowed, verdict))
 
 
 def _whole_pass(net: Net, inputs: Mapping[str, np.ndarray], diffs: Mapping[str, np.ndarray]) -> dict[str, Outcome]:
@@ -191,11 +191,13 @@ def _keep(net: Net, seen: dict[str, Outcome], layer: Layer, part: str, arrays: S
     outcome = seen.setdefault(layer.name, Outcome())
     live = layer.live_shapes()
     for i, array in enumerate(arrays):
+        if array is None:
+            continue
         whole = np.array(net.backend.to_numpy(array), np.float64)
         if part == "forward":
             outcome.forward[f"top {i}"] = whole if live is None else whole[: live[i][0]]
         else:
-            outcome.backward[f"top gradient {i}"] = whole
+            outcome.backward[f"{'top' if part == 'backward' else 'parameter'} {i} gradient"] = whole
 
 
 def _to_device(backend: Backend) -> Callable[[np.ndarray], Any]:

@@ -194,8 +194,8 @@ def still(layers: Sequence[Layer]) -> Iterator[None]:
 
 
 class watching:
-    """While it is open, ``see(layer, "forward", tops)`` is called after each layer's forward pass, and
-    ``see(layer, "backward", top_diffs)`` before its backward pass."""
+    """While it is open, ``see(layer, "forward", tops)`` is called after each layer's forward pass,
+    ``see(layer, "backward", top_diffs)`` before its backward pass, and ``see(layer, "parameters", diffs)`` after it."""
 
     def __init__(self, net: Net, see: Callable[[Layer, str, Sequence[Any]], None]) -> None:
         self._layers, self._see = net.layers, see
@@ -214,6 +214,7 @@ class watching:
         def watched_back(bottoms: Any, tops: Any, top_diffs: Any, bottom_diffs: Any, param_diffs: Any) -> None:
             see(layer, "backward", top_diffs)
             backward(bottoms, tops, top_diffs, bottom_diffs, param_diffs)
+            see(layer, "parameters", param_diffs)
 
         layer.forward, layer.backward = watched, watched_back  # type: ignore[method-assign]
 
