@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 
 from datasets import lmdb_source, raw
 from datasets.errors import NotADataset
+from datasets.lmdb_file import LmdbFile
 from datasets.source import open_source
 from tests.datasets.damage import relocate, write_lmdb
 
 PAGE = 4096
+SIZED = Path(__file__).parents[1] / "data" / "lmdb_page_sizes"
 LARGEST_INSIDE = (PAGE - 16) // 2 // 2 * 2 - 2  # bytes of a node, header and key in it, that stays on a leaf
 KEYS = st.one_of(
     st.binary(min_size=1, max_size=12),
@@ -130,6 +133,17 @@ def test_pages_far_out_in_a_file_are_found(tmp_path: Path, far: int) -> None:
     relocate(folder / "data.mdb", far // PAGE)
     assert check(folder) == 400
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("size", [8192, 16384, 32768])
+@pytest.mark.usefixtures("scanned")
+def test_pages_of_other_sizes(tmp_path: Path, size: int) -> None:
+    """Of machines whose memory has larger pages: written by the library where ``sysconf`` told it such a size."""
+    (tmp_path / "db").mkdir()
+    (tmp_path / "db" / "data.mdb").write_bytes(lzma.decompress((SIZED / f"{size}.mdb.xz").read_bytes()))
+    with LmdbFile(str(tmp_path / "db"), "it") as file:
+        assert file.meta().page_size == size
+    assert check(tmp_path / "db") == 798
 
 
 @pytest.mark.parametrize("flag", [2, 4, 8, 20], ids=["reversekey", "dupsort", "integerkey", "dupfixed"])
