@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +138,10 @@ class Solver:
             self.scaler.begin()
         loss = 0.0
         for batch in self._sub_batches(inputs):
-            with now.span(Stage.FORWARD, step=self.iter, epoch=epoch):
+            with now.span(Stage.FORWARD, step=self.iter, epoch=epoch), self._errors():
                 self.net.forward_only(**batch)
                 loss += float(self.net.loss)
-            with now.span(Stage.BACKWARD, step=self.iter, epoch=epoch):
+            with now.span(Stage.BACKWARD, step=self.iter, epoch=epoch), self._errors():
                 self.net.backward_only()
         with now.span(Stage.UPDATE, step=self.iter, epoch=epoch):
             if self.scaler is None or self.scaler.end(self.iter, loss):
@@ -156,6 +157,10 @@ class Solver:
         """
         (batch,) = self._sub_batches(inputs)
         self.net.set_inputs(batch)
+
+    def _errors(self) -> Any:
+        """With fp16 infinities are expected, counted and told by the scaler: NumPy need not warn of them."""
+        return nullcontext() if self.scaler is None else np.errstate(over="ignore", invalid="ignore")
 
     def step(self, n: int = 1) -> float:
         """``n`` steps of a net that feeds itself, or whose inputs have been set. Returns the loss of the last one."""
