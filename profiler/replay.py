@@ -2,11 +2,15 @@
 
 Batch i is claimed when a worker is free and the slot of batch i - depth was given back; it is ready after its services;
 the trainer takes batches in strict order. Workers claim greedily, as the ring's do: whoever is free first makes the
-next batch. All variants of a run are replayed side by side, one vector operation per step for all of them.
+next batch. Where copies to a device were recorded, one engine makes them in order: batch i begins when the trainer has
+it, or before, when the arrays of an earlier one arrived and batch i was ready; the step waits for what is left of it,
+and the slot is free when the copy is over. All variants of a run are replayed side by side, one vector operation per
+step for all of them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,11 +25,13 @@ class Variants:
     """What differs between the replays made side by side: v of them.
 
     ``keep``: float64[v, len(CAUSES)], factor on the services of a cause (0 removes it). ``extra_make_ns``: float64[v],
-    added to the making of every batch. ``depth``: ring depth for all (None: the recorded one).
+    added to the making of every batch; ``extra_copy_ns``: to every copy. ``depth``: ring depth for all (None: the
+    recorded one).
     """
 
     keep: np.ndarray
     extra_make_ns: np.ndarray | None = None
+    extra_copy_ns: np.ndarray | None = None
     depth: int | None = None
 
     @property
@@ -73,6 +79,8 @@ def replay(model: Model, variants: Variants, weights: np.ndarray | None = None) 
     free = np.where(started[None, :], start, np.minimum(start, 0.0))
     released = np.full((depth, v), -np.inf)
     end = np.zeros(v)
+    copies, engine, arrivals = model.copies, np.full(v, -np.inf), _Arrivals(model)
+    extra_copy = np.zeros(v) if variants.extra_copy_ns is None else variants.extra_copy_ns
     lanes = np.arange(v)
     chunk = max(1, _CHUNK_VALUES // max(v, 1))
     for lo in range(0, n, chunk):
@@ -84,6 +92,8 @@ def replay(model: Model, variants: Variants, weights: np.ndarray | None = None) 
         take = model.take[part] @ keep
         mid = model.mid[part] @ keep + model.fixed_mid[part, None]
         post = model.post[part] @ keep + model.fixed_post[part, None]
+        if copies is not None:
+            copy = copies.length[part, None] * keep[CAUSE["h2d"]] + extra_copy
         length = np.empty((hi - lo, v))
         for i in range(hi - lo):
             asked = end + pre[i]
@@ -100,10 +110,35 @@ def replay(model: Model, variants: Variants, weights: np.ndarray | None = None) 
                     free[worker, lanes] = ready + model.tail[lo + i]
                 taken = np.maximum(asked, ready) + take[i]
             given = taken + mid[i]
+            if copies is not None:
+                # The batch's own turn is the latest moment to begin its copy.
+                issued = given if model.serial else arrivals.earliest(ready, given)
+                engine = np.maximum(issued, engine) + copy[i]
+                given = np.maximum(given, engine)
+                arrivals.add(given)
             now = given + post[i]
-            if not model.serial:
+            if copies is not None and not model.serial:
+                released[place] = engine + copies.lag[lo + i]
+            elif not model.serial:
                 released[place] = np.where(model.lag[lo + i] > 0, now + model.lag[lo + i], given)
             length[i] = now - end
             end = now
         out[part] = length if weights is None else length @ weights
     return out, end
+
+
+class _Arrivals:
+    """When the arrays of the last few batches arrived: the moments at which the trainer looks for batches to copy."""
+
+    def __init__(self, model: Model) -> None:
+        self._last: deque[np.ndarray] = deque(maxlen=model.copies.ahead if model.copies is not None else 0)
+
+    def add(self, moment: np.ndarray) -> None:
+        self._last.append(moment)
+
+    def earliest(self, ready: np.ndarray, latest: np.ndarray) -> np.ndarray:
+        """The first of them at which a batch that is ready then could be begun with, else ``latest``."""
+        begin = latest
+        for moment in reversed(self._last):
+            begin = np.where(ready <= moment, moment, begin)
+        return begin

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from profiler.copies import Copies, copies
 from profiler.events import Flag, Kind, Stage
 from profiler.timeline import PART, Nesting, Timeline, is_span, nest, resolve_open
 
@@ -81,9 +82,10 @@ class Model:
     """One uninterrupted part of a run, ready to be replayed. Times are float64 ns; matrices are [n, len(CAUSES)].
 
     A step of the replay: a worker claims (``gap`` after it could), makes (``make``), the trainer does ``pre``, waits,
-    takes (``take``), works until it gives the slot back (``mid``) and until the step ends (``post``). The ``fixed``
-    vectors are compute and test: never zeroed. ``start_ns``: when each worker could first claim, from the first step's
-    begin. ``serial``: the trainer makes each batch itself when it asks for it.
+    takes (``take``), works until it gives the slot back (``mid``) and until the step ends (``post``). With ``copies``
+    a batch's copy runs beside that, ``mid`` ends where its arrays must have arrived, and the slot is free when the copy
+    is over. The ``fixed`` vectors are compute and test: never zeroed. ``start_ns``: when each worker could first claim,
+    from the first step's begin. ``serial``: the trainer makes each batch itself when it asks for it.
     ``known``: bool[n], batch in the record; ``redone``: bool[n], made again after a worker was lost.
     """
 
@@ -106,6 +108,7 @@ class Model:
     redone: np.ndarray
     batch: np.ndarray
     measured_ns: float
+    copies: Copies | None = None
 
     @property
     def workers(self) -> int:
@@ -114,6 +117,8 @@ class Model:
     def per_step_ns(self) -> np.ndarray:
         """float64[n, len(CAUSES)]: service time of each step; a worker's start counts for the batch it began with."""
         service = self.gap + self.make + self.pre + self.take + self.mid + self.post
+        if self.copies is not None:
+            service[:, CAUSE["h2d"]] += self.copies.length
         first = np.minimum(np.arange(self.workers), len(service) - 1)
         np.add.at(service[:, CAUSE["startup"]], first, np.maximum(self.start_ns, 0))
         return service
@@ -272,9 +277,11 @@ def _ready(step: np.ndarray, actor: np.ndarray, t0: np.ndarray, t1: np.ndarray, 
 
 
 def models(
-    timeline: Timeline, made: Batches, *, depth: int | None = None, lost_steps: Collection[int] = ()
-) -> list[Model]:
-    """One model per segment. ``depth``: ring depth of the configuration (None: as many slots as were seen)."""
+    timeline: Timeline, made: Batches, *, depth: int | None = None, lost_steps: Collection[int] = (),
+    ahead: int | None = None,
+) -> list[Model]:  # fmt: skip
+    """One model per segment. ``depth``: ring depth of the configuration (None: as many slots as were seen); ``ahead``:
+    how many batches are copied ahead of their steps (None: as many as were seen)."""
     seen = int(made.slot.max()) + 1 if len(made) and made.slot.max() >= 0 else 1
     deep = max(depth or 0, seen, 1)
     first_by_step: dict[int, list[int]] = {}
@@ -284,14 +291,15 @@ def models(
     previous_end = -_BIG
     for segment in np.unique(timeline.segment).tolist():
         rows = np.flatnonzero(timeline.segment == segment)
-        result.append(_model(timeline, made, rows, deep, set(lost_steps), first_by_step, previous_end))
+        copied = copies(timeline, rows, ahead)
+        result.append(_model(timeline, made, rows, deep, set(lost_steps), first_by_step, previous_end, copied))
         previous_end = int(timeline.t1_ns[rows[-1]])
     return result
 
 
 def _model(
     timeline: Timeline, made: Batches, rows: np.ndarray, depth: int, lost_steps: set[int],
-    by_step: dict[int, list[int]], not_before: int,
+    by_step: dict[int, list[int]], not_before: int, copied: Copies | None,
 ) -> Model:  # fmt: skip
     n, k = len(rows), len(CAUSES)
     origin = timeline.t0_ns[rows[0]]
@@ -312,7 +320,7 @@ def _model(
     gap, make, take = np.zeros((n, k)), np.zeros((n, k)), np.zeros((n, k))
     make[known] = made.service_ns[batch[known]]
     tail = np.where(known, made.tail_ns[batch], 0).astype(float) if len(made) else np.zeros(n)
-    pre, mid, post, fixed, lag = _trainer_parts(timeline, rows)
+    pre, mid, post, fixed, lag = _trainer_parts(timeline, rows, copied)
 
     if not known.any():  # nothing is known about the feed: the wait is one service of unknown origin
         serial = True
@@ -328,7 +336,7 @@ def _model(
         rows=rows, gap=gap, make=make, tail=tail, pre=pre, take=take, mid=mid, post=post,
         fixed_pre=fixed[0], fixed_mid=fixed[1], fixed_post=fixed[2], lag=lag,
         start_ns=start - (0 if serial else origin), depth=depth, serial=serial, known=known, redone=redone, batch=batch,
-        measured_ns=float(t1[-1] - t0[0]),
+        measured_ns=float(t1[-1] - t0[0]), copies=copied,
     )  # fmt: skip
 
 
@@ -388,9 +396,10 @@ def _pool_size(made: Batches, chosen: np.ndarray) -> int:
 
 
 def _trainer_parts(
-    timeline: Timeline, rows: np.ndarray
+    timeline: Timeline, rows: np.ndarray, copied: Copies | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """What the trainer did before the batch was taken, until the slot's release, and after: [n, causes] each.
+    """What the trainer did before the batch was taken, until the slot's release (with copies: until its arrays were
+    there, less the wait for them), and after: [n, causes] each.
 
     The fourth result is the fixed part (compute and test) of the three phases, float64[3, n]; the fifth is how long
     after the end of its step a slot was given back.
@@ -399,7 +408,8 @@ def _trainer_parts(
     place = np.full(int(rows[-1]) + 1, -1, np.int64)
     place[rows] = np.arange(n)
     got, begin, end = timeline.wait_t1_ns[rows], timeline.t0_ns[rows], timeline.t1_ns[rows]
-    release = np.clip(timeline.release_ns[rows], got, end)
+    border = timeline.release_ns[rows] if copied is None else copied.arrived
+    release = np.clip(border, got, end)
     lag = np.maximum(timeline.release_ns[rows] - end, 0).astype(float)
     phases = np.zeros((3, n, k))
     fixed = np.zeros((3, n))
@@ -411,6 +421,8 @@ def _trainer_parts(
         tree.events["t1_ns"][at] <= timeline.wait_t1_ns[row_of[at]]
     )
     at = at[~during]
+    if copied is not None:  # follows in the replay, whether it is long or hidden
+        at = at[(timeline.span_part[at] != PART["h2d"]) | (timeline.copy_t1_ns[row_of[at]] < 0)]
     i = place[row_of[at]]
     own = tree.own_ns[at].astype(float)
     a, b = tree.events["t0_ns"][at], tree.events["t1_ns"][at]
@@ -433,6 +445,10 @@ def _trainer_parts(
     # What no span covers: the difference to each phase's length. Time the device spent under a wait is compute.
     waits = timeline.wait_t1_ns[rows] - timeline.wait_t0_ns[rows]
     length = np.stack([got - begin - waits, release - got, end - release]).astype(float)
+    if copied is not None:
+        length[1] -= copied.waited
+        length[2] += copied.late
+        phases[2, :, CAUSE["h2d"]] += copied.late
     missing = length - phases.sum(axis=2) - fixed
     unattributed = timeline.parts_ns[rows, PART["unattributed"]].astype(float)
     hidden = np.minimum(np.maximum(missing[0] - unattributed, 0), timeline.parts_ns[rows, PART["compute"]])

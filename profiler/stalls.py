@@ -8,14 +8,13 @@ Shapley value of v, so the shares add up to the stall and nothing is blamed twic
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from profiler import advice
-from profiler.events import Flag, Stage
 from profiler.finding import NO_STALL, StallCause
 from profiler.replay import Variants, recorded, removed_alone, replay, subsets
 from profiler.services import CAUSE, CAUSES, FEED_CAUSES, PLACE, SIDE, Batches, Model, batches, models
@@ -61,18 +60,18 @@ def shapley_weights(k: int) -> np.ndarray:
 
 def attribute(
     timeline: Timeline, events: np.ndarray, *, depth: int | None = None, lost_steps: Collection[int] = (),
-    setting: advice.Setting | None = None,
+    setting: advice.Setting | None = None, staging: int | None = None,
 ) -> Attribution:  # fmt: skip
     """Blame every stalled second of a run.
 
     ``events``: EVENT[n] of all processes; ``depth``: the ring's; ``lost_steps``: steps whose worker died while making
-    them; ``setting``: what the advice has to fit.
+    them; ``setting``: what the advice has to fit; ``staging``: buffers that batches are copied to on the device.
     """
     made = batches(events, timeline)
     n = len(timeline)
     if n == 0:
         return Attribution(0.0, (), (), {}, None, (), made, np.zeros((0, len(CAUSES))))
-    parts = models(timeline, made, depth=depth, lost_steps=lost_steps)
+    parts = models(timeline, made, depth=depth, lost_steps=lost_steps, ahead=staging and staging - 1)
     players, groups = _players(parts, float(timeline.wall_ns.sum()))
     blame = np.zeros((n, len(CAUSES)))
     totals = np.zeros(1 << len(groups))
@@ -102,7 +101,7 @@ def attribute(
     return Attribution(
         stall_s=float(blame.sum()) / 1e9, causes=causes,
         fix_together=_together(totals, groups, float(blame.sum()), float(measured)),
-        slack=_slack(timeline, parts, events, blame), replay_error=error, models=tuple(parts), made=made,
+        slack=_slack(timeline, parts, blame), replay_error=error, models=tuple(parts), made=made,
         per_step_ms=blame / 1e6, steady_stall=keep_steady, cold_stall=keep_cold,
         merged=tuple(groups[-1]) if groups and len(groups[-1]) > 1 else (),
     )  # fmt: skip
@@ -303,21 +302,14 @@ def _interval(column: np.ndarray, draws: int = 400) -> tuple[float, float] | Non
     return max(0.0, float(low)), float(high)
 
 
-def _slack(timeline: Timeline, parts: list[Model], events: np.ndarray, blame: np.ndarray) -> dict[str, Any]:
+def _slack(timeline: Timeline, parts: list[Model], blame: np.ndarray) -> dict[str, Any]:
     """How many ms each hidden stage could grow per batch before the run gets 1 % longer."""
     result: dict[str, Any] = {}
     model = max(parts, key=lambda part: len(part.rows))
     feed = blame[:, [CAUSE[name] for name in FEED_CAUSES]].sum()
     # A feed that holds the steps up has no slack, whatever single stage of it one looks at.
     if not model.serial and len(model.rows) >= 5 and feed < NO_STALL * timeline.wall_ns.sum():
-        period = model.measured_ns / len(model.rows)
-        grid = np.concatenate([[0.0], np.geomspace(period / 100, period * 4 * model.workers, 40)])
-        totals = replay(model, Variants(np.ones((len(grid), len(CAUSES))), extra_make_ns=grid))[1]
-        over = np.flatnonzero(totals > 1.01 * totals[0])
-        limit = float(grid[-1])
-        if len(over):
-            around = [over[0] - 1, over[0]]
-            limit = float(np.interp(1.01 * totals[0], totals[around], grid[around]))
+        limit = _room(model, lambda grid: Variants(_ones(grid), extra_make_ns=grid), 4 * model.workers)
         stall = max(blame.sum(), 1.0)
         for name in FEED_CAUSES:
             service = model.make[:, CAUSE[name]]
@@ -328,10 +320,29 @@ def _slack(timeline: Timeline, parts: list[Model], events: np.ndarray, blame: np
                     "share": float(blame[:, CAUSE[name]].sum() / stall),
                 }
 
-    copies = events[(events["stage"] == Stage.COPY) & (events["flags"] & Flag.TEST_PHASE == 0)]
     exposed = blame[:, CAUSE["h2d"]].sum() / max(timeline.wall_ns.sum(), 1)
-    if len(copies) and exposed < 0.02:
-        length = float(np.median(copies["t1_ns"] - copies["t0_ns"]))
-        period = float(np.median(timeline.wall_ns[timeline.steady]))
-        result["h2d"] = {"service_ms": length / 1e6, "slack_ms": max(0.0, period - length) / 1e6, "share": 0.0}
+    if model.copies is not None and len(model.rows) >= 5 and exposed < NO_STALL:
+        result["h2d"] = {
+            "service_ms": float(np.median(model.copies.length)) / 1e6,
+            "slack_ms": _room(model, lambda grid: Variants(_ones(grid), extra_copy_ns=grid), 4) / 1e6,
+            "share": float(blame[:, CAUSE["h2d"]].sum() / max(blame.sum(), 1.0)),
+        }
     return result
+
+
+def _ones(grid: np.ndarray) -> np.ndarray:
+    return np.ones((len(grid), len(CAUSES)))
+
+
+def _room(model: Model, grown: Callable[[np.ndarray], Variants], periods: float) -> float:
+    """ns that a service of every batch could grow by before the run gets 1 % longer; looked for up to ``periods``."""
+    period = model.measured_ns / len(model.rows)
+    grid = np.concatenate([[0.0], np.geomspace(period / 100, period * periods, 40)])
+    for _ in range(2):  # coarse, then fine round the place
+        totals = replay(model, grown(grid))[1]
+        over = np.flatnonzero(totals > 1.01 * totals[0])
+        if not len(over):
+            return float(grid[-1])
+        low, high = float(grid[over[0] - 1]), float(grid[over[0]])
+        grid = np.concatenate([[0.0], np.linspace(low, high, 20)])
+    return low

@@ -45,7 +45,8 @@ class Timeline:
     Shapes: n steps. ``parts_ns``: int64[n, len(PARTITION)], each row adds up to ``wall_ns``. ``segment``: number of the
     uninterrupted sequence a row belongs to. ``first``: cold steps (the first of each segment). ``open``: the step never
     ended in the record. ``wait_t0_ns``/``wait_t1_ns``: begin and end of the wait for the batch (both the step's begin
-    where there was none); ``release_ns``: when the slot was given back (the step's end where no mark tells).
+    where there was none); ``release_ns``: when the slot was given back (the step's end where no mark tells), which may
+    be before the step began; ``copy_t0_ns``/``copy_t1_ns``: its batch's time on the copy engine, likewise (-1: none).
     ``nesting``, ``row``: the trainer's spans and the row of each (-1 outside steps); ``span_part``: index in PARTITION.
     """
 
@@ -61,6 +62,8 @@ class Timeline:
     wait_t0_ns: np.ndarray
     wait_t1_ns: np.ndarray
     release_ns: np.ndarray
+    copy_t0_ns: np.ndarray
+    copy_t1_ns: np.ndarray
     device_ns: np.ndarray
     nesting: Nesting
     row: np.ndarray
@@ -244,6 +247,8 @@ def build(source: Any) -> Timeline:
         wait_t0 = _charge_device(tree, row, part, busy, parts, wait_t0, wait_t1)
     segment = np.cumsum(_starts(steps)) - 1
     first = np.concatenate(([True], np.diff(segment) > 0))[:n] if n else np.zeros(0, bool)
+    begun = steps["t0_ns"][np.maximum.accumulate(np.where(first, np.arange(n), 0))] if n else steps["t0_ns"]
+    copied = _copied(events, steps, begun)
     emulated = np.zeros(n, bool)
     nominal = inside & (tree.events["flags"] & Flag.EMULATED > 0)
     emulated[row[nominal]] = True
@@ -259,7 +264,9 @@ def build(source: Any) -> Timeline:
         emulated=emulated,
         wait_t0_ns=wait_t0,
         wait_t1_ns=wait_t1,
-        release_ns=_releases(events, steps, wait_t1),
+        release_ns=_releases(events, steps, begun),
+        copy_t0_ns=copied[0],
+        copy_t1_ns=copied[1],
         device_ns=device_ns,
         nesting=tree,
         row=row,
@@ -336,19 +343,39 @@ def _waits(tree: Nesting, row: np.ndarray, part: np.ndarray, steps: np.ndarray) 
     return begin, end
 
 
-def _releases(events: np.ndarray, steps: np.ndarray, taken_ns: np.ndarray) -> np.ndarray:
-    """int64[n]: the first RELEASE mark of the row's step after the batch was taken; else the step's end."""
+def _releases(events: np.ndarray, steps: np.ndarray, begun_ns: np.ndarray) -> np.ndarray:
+    """int64[n]: the first RELEASE mark of the row's step since its segment began; else the step's end."""
     marks = events[(events["stage"] == Stage.RELEASE) & (events["flags"] & Flag.TEST_PHASE == 0)]
-    # Batches of a test have step numbers too; the test comes before or after the part that holds the batch.
-    out = steps["t1_ns"].copy()
+    at = _first_since(marks, steps, begun_ns)
+    return np.where(at >= 0, marks["t0_ns"][at] if len(marks) else 0, steps["t1_ns"])
+
+
+def _copied(events: np.ndarray, steps: np.ndarray, begun_ns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64[n] each: begin and end of the copy of the row's batch, -1 where there is none."""
+    spans = events[
+        (events["stage"] == Stage.COPY) & (events["kind"] == Kind.SPAN) & (events["flags"] & Flag.TEST_PHASE == 0)
+    ]
+    at = _first_since(spans, steps, begun_ns)
+    begin, end = (np.where(at >= 0, spans[name][at] if len(spans) else 0, -1) for name in ("t0_ns", "t1_ns"))
+    return begin, end
+
+
+def _first_since(events: np.ndarray, steps: np.ndarray, since_ns: np.ndarray) -> np.ndarray:
+    """int64[n]: index of the first of the events (sorted by t0) of each row's step since then, -1 for none.
+
+    What belongs to a step may come before it, but not before its uninterrupted sequence of steps.
+    """
     by_step: dict[int, list[int]] = {}
-    for step, moment in zip(marks["step"].tolist(), marks["t0_ns"].tolist(), strict=True):
-        by_step.setdefault(step, []).append(moment)
-    for i, (step, taken) in enumerate(zip(steps["step"].tolist(), taken_ns.tolist(), strict=True)):
-        later = [moment for moment in by_step.get(step, ()) if moment >= taken]
-        if later:
-            out[i] = min(later)
-    return out
+    for index, step in enumerate(events["step"].tolist()):
+        by_step.setdefault(step, []).append(index)
+    moments = events["t0_ns"].tolist()
+    return np.array(
+        [
+            next((index for index in by_step.get(step, ()) if moments[index] >= since), -1)
+            for step, since in zip(steps["step"].tolist(), since_ns.tolist(), strict=True)
+        ],
+        np.int64,
+    )
 
 
 def _busy(spans: np.ndarray) -> np.ndarray:

@@ -35,7 +35,9 @@ class Job:
     decode: float = 1.0
     augment: float = 0.2
     collate: float = 0.2
-    h2d: float = 0.1
+    h2d: float = 0.1  # of a device that copies when it is told to; with ``copy``, an engine does
+    copy: float = 0.0
+    staging: int = 2  # with ``copy``: buffers on the device, all but one for batches ahead of their steps
     host: float = 0.05
     profiler: float = 0.0  # of the loop: fingerprints
     gap: float = 0.02  # unattributed time of a step
@@ -153,12 +155,28 @@ def _make(log: Log, job: Job, step: int, at: float, actor: int, slot: int, flags
     return at
 
 
-def _after_batch(log: Log, job: Job, step: int, begin: float, got: float, slot: int) -> tuple[float, float]:
-    """The step from the batch in hand to its end: returns (moment of the slot's release, end)."""
+def _copy(log: Log, job: Job, step: int, at: float, slot: int, free: float) -> float:
+    """A copy that is asked for at ``at`` from an engine that is free at ``free``; returns when it is over."""
+    begin = max(at, free)
+    log.add(Kind.SPAN, Stage.COPY, begin, begin + job.copy, step, slot=slot, flags=Flag.EMULATED, origin=job.origin)
+    if not job.inline:
+        log.add(Kind.MARK, Stage.RELEASE, begin + job.copy, begin + job.copy, step, slot=slot, origin=job.origin)
+    return begin + job.copy
+
+
+def _after_batch(
+    log: Log, job: Job, step: int, begin: float, got: float, slot: int, arrived: float | None = None
+) -> tuple[float, float]:
+    """The step from the batch in hand to its end: returns (moment of the slot's release, end).
+
+    ``arrived``: when an engine has copied it.
+    """
     add = lambda stage, a, b, flags=0: log.add(Kind.SPAN, stage, a, b, step, flags=flags, origin=job.origin)  # noqa: E731
     at = got
-    add(Stage.H2D, at, at + job.h2d)
-    at += job.h2d
+    wait = job.h2d if arrived is None else arrived - got
+    if wait > 0:
+        add(Stage.H2D, at, at + wait)
+    at += wait
     release = at
     add(Stage.COMPUTE, at, at + job.compute, Flag.EMULATED)
     at += job.compute
@@ -178,7 +196,8 @@ def _after_batch(log: Log, job: Job, step: int, begin: float, got: float, slot: 
     at += job.gap
     if job.release_late:
         release = at
-    log.add(Kind.MARK, Stage.RELEASE, release, release, step, slot=slot, origin=job.origin)
+    if arrived is None:
+        log.add(Kind.MARK, Stage.RELEASE, release, release, step, slot=slot, origin=job.origin)
     add(Stage.STEP, begin, at)
     return release, at
 
@@ -188,12 +207,13 @@ def _inline(job: Job) -> Log:
     for step in range(job.first_step, job.first_step + job.steps):
         got = _make(log, job, step, at, 0, 0, Flag.INLINE) + 0.01
         log.add(Kind.SPAN, Stage.FEED_WAIT, at, got, step, origin=job.origin)
-        _, at = _after_batch(log, job, step, at, got, 0)
+        arrived = _copy(log, job, step, got, 0, 0.0) if job.copy else None
+        _, at = _after_batch(log, job, step, at, got, 0, arrived)
     return log
 
 
 def _fed(job: Job) -> Log:
-    """Event queue: ('worker', w) asks for work, ('ready', step), ('slot',) freed, ('consume',)."""
+    """Event queue: ('worker', w) asks for work, ('ready', step), ('slot',) freed, ('consume',), ('arrived', step)."""
     log = Log()
     queue: list[tuple[float, int, str, int]] = []
     serial = 0
@@ -208,8 +228,9 @@ def _fed(job: Job) -> Log:
     redo: list[int] = []
     free, idle, ready = list(range(job.depth)), [], {}
     slot_of: dict[int, int] = {}
-    begin = waiting_since = 0.0
+    begin = waiting_since = taken = 0.0
     waiting = True
+    engine, copied = 0.0, {}  # when the copy engine is free, and when each batch's copy is over
     worker_ids = {w: w + 1 for w in range(job.workers)}
     for w in range(job.workers):
         push(job.startup, "worker", w)
@@ -224,6 +245,17 @@ def _fed(job: Job) -> Log:
             ready[number] = at
         elif what == "consume":
             waiting, begin, waiting_since = True, at, at
+        elif what == "arrived":
+            for following in range(number + 1, number + job.staging):
+                if following not in ready:
+                    break
+                if following not in copied:
+                    engine = copied[following] = _copy(log, job, following, at, slot_of[following], engine)
+                    push(engine, "slot", slot_of[following])
+            _, end = _after_batch(log, job, number, begin, taken, slot_of[number], at)
+            wanted = number + 1
+            if wanted < last:
+                push(end, "consume", 0)
         while idle and ((next_step < last and free) or redo):
             w = idle.pop(0)
             again = bool(redo)
@@ -251,6 +283,13 @@ def _fed(job: Job) -> Log:
             got = max(at, waiting_since) + 0.01
             waiting = False
             log.add(Kind.SPAN, Stage.FEED_WAIT, waiting_since, got, wanted, slot=slot_of[wanted], origin=job.origin)
+            if job.copy:
+                taken = got
+                if wanted not in copied:
+                    engine = copied[wanted] = _copy(log, job, wanted, got, slot_of[wanted], engine)
+                    push(engine, "slot", slot_of[wanted])
+                push(max(got, copied[wanted]), "arrived", wanted)
+                continue
             release, end = _after_batch(log, job, wanted, begin, got, slot_of[wanted])
             push(release, "slot", slot_of[wanted])
             wanted += 1

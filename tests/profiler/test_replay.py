@@ -22,13 +22,20 @@ JOBS = {
     "startup": Job(startup=1500, workers=2, read=35),
     "stragglers": Job(workers=2, slow=lambda step: {"decode": 400.0} if step % 50 == 25 else {}),
     "lost_worker": Job(read=15, kill_worker_at=80, restart=900),
+    "hidden_copy": Job(copy=8),
+    "long_copy": Job(copy=30),
+    "copy_of_late_batches": Job(copy=8, read=25, jitter=0.5),
+    "copy_after_its_turn": Job(copy=8, staging=1),
+    "copies_far_ahead": Job(copy=18, staging=4, read=15, jitter=0.9, workers=2),
+    "copy_from_few_slots": Job(copy=12, depth=2, read=16, workers=2, jitter=0.3),
+    "inline_copy": Job(copy=8, inline=True, read=10),
 }
 
 
 def model_of(job: Job) -> Model:
     events = simulate(job).events()
     table = timeline.build(events)
-    (model,) = models(table, batches(events, table), depth=job.depth)
+    (model,) = models(table, batches(events, table), depth=job.depth, ahead=job.staging - 1)
     return model
 
 
@@ -53,6 +60,14 @@ def test_the_run_as_it_was(name: str) -> None:
         ("tests_and_snapshots", ["checkpoint"], {"checkpoint": 0}),
         ("stragglers", ["decode"], {"decode": 0, "slow": None}),
         ("lost_worker", ["fault"], {"kill_worker_at": -1}),
+        ("hidden_copy", ["h2d"], {"copy": 1e-6}),
+        ("long_copy", ["h2d"], {"copy": 1e-6}),
+        ("copy_of_late_batches", ["h2d"], {"copy": 1e-6}),
+        ("copy_of_late_batches", ["read"], {"read": 0}),
+        ("copy_after_its_turn", ["h2d"], {"copy": 1e-6}),
+        ("copies_far_ahead", ["read"], {"read": 0}),
+        ("copy_from_few_slots", ["read"], {"read": 0}),
+        ("inline_copy", ["h2d"], {"copy": 1e-6}),
     ],
 )
 def test_removing_a_service_is_what_the_simulator_says(name: str, removed: list[str], changes: dict) -> None:
@@ -122,3 +137,18 @@ def test_batches_of_a_test_are_left_out() -> None:
     made = batches(both, timeline.build(both))
     assert len(made) == 10
     assert set(made.actor.tolist()) == {1}
+
+
+def test_a_longer_copy_is_what_the_simulator_says() -> None:
+    job = JOBS["hidden_copy"]
+    _, totals = replay(model_of(job), Variants(np.ones((1, len(CAUSES))), extra_copy_ns=np.array([22e6])))
+    assert totals[0] / 1e9 == pytest.approx(wall_s(simulate(job.without(copy=30))), rel=0.01)
+
+
+def test_how_far_ahead_copies_go_is_seen_where_nobody_tells() -> None:
+    for staging in (1, 2, 4):
+        events = simulate(JOBS["copies_far_ahead"].without(staging=staging)).events()
+        table = timeline.build(events)
+        (model,) = models(table, batches(events, table), depth=8)
+        assert model.copies is not None
+        assert model.copies.ahead == staging - 1

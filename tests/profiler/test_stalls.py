@@ -14,6 +14,7 @@ from profiler.advice import Setting
 from profiler.events import WHERE, WHY
 from profiler.services import CAUSE, CAUSES
 from profiler.stalls import Attribution, _spread, attribute, shapley_weights
+from profiler.timeline import PART
 from tests.profiler.synthetic import Job, Log, simulate, stall_s, wall_s
 
 
@@ -164,6 +165,31 @@ def test_pairs_to_fix_together() -> None:
     assert any(set(pair["where"]) == {"read", "h2d"} for pair in found.fix_together)
 
 
+def test_a_hidden_copy_is_no_stall_and_shows_its_slack() -> None:
+    found = blame(Job(copy=8, compute=20))
+    assert not [cause for cause in found.causes if cause.where == "h2d"]
+    assert found.slack["h2d"]["service_ms"] == pytest.approx(8, abs=0.1)
+    assert found.slack["h2d"]["slack_ms"] == pytest.approx(12.3, abs=0.6)
+
+
+def test_of_a_long_copy_what_compute_does_not_hide_is_blamed() -> None:
+    job = Job(copy=30, compute=20, steps=100)
+    log = simulate(job)
+    found = blame(job, log)
+    assert found.causes[0].where == "h2d"
+    assert found.causes[0].share > 0.95
+    assert found.causes[0].seconds == pytest.approx(100 * 10e-3, rel=0.05)
+    table = timeline.build(log.events())
+    np.testing.assert_array_equal(table.parts_ns.sum(axis=1), table.wall_ns)
+    assert np.median(table.parts_ns[:, PART["h2d"]]) / 1e6 == pytest.approx(10, abs=0.2)
+
+
+def test_a_fast_feed_does_not_hide_the_copy_behind_it() -> None:
+    """Waiting for the feed and for the copy is not the sum of both: without the feed's the copy would hide."""
+    found = blame(Job(read=45, copy=8, compute=20))
+    assert found.causes[0].where == "read"
+
+
 def test_intervals_hold_the_figure_and_are_repeatable() -> None:
     job = Job(read=40, jitter=0.5)
     one, two = blame(job), blame(job)
@@ -176,12 +202,15 @@ def test_intervals_hold_the_figure_and_are_repeatable() -> None:
 @given(
     read=st.floats(0.1, 60), decode=st.floats(0.1, 60), workers=st.integers(1, 3), depth=st.integers(1, 6),
     h2d=st.floats(0, 5), host=st.floats(0, 5), jitter=st.floats(0, 0.9), late=st.booleans(), inline=st.booleans(),
-    checkpoint=st.integers(0, 9),
+    checkpoint=st.integers(0, 9), copy=st.sampled_from([0.0, 0.0, 3.0, 19.0, 31.0]), staging=st.integers(1, 3),
 )  # fmt: skip
-def test_shares_add_up(read, decode, workers, depth, h2d, host, jitter, late, inline, checkpoint) -> None:  # type: ignore[no-untyped-def]
+def test_shares_add_up(
+    read, decode, workers, depth, h2d, host, jitter, late, inline, checkpoint, copy, staging
+) -> None:  # type: ignore[no-untyped-def]
     job = Job(
         steps=30, read=read, decode=decode, workers=workers, depth=depth, h2d=h2d, host=host, jitter=jitter,
-        release_late=late, inline=inline, checkpoint_every=checkpoint, checkpoint=60,
+        release_late=late and not copy, inline=inline, checkpoint_every=checkpoint, checkpoint=60, copy=copy,
+        staging=staging,
     )  # fmt: skip
     found = blame(job)
     assert found.replay_error < 0.02
