@@ -28,15 +28,27 @@ def _span(out: int, size: int, stride: int, pad: int, offset: int) -> Any:
 
 
 @njit
-def _copy(target: Any, to: int, source: Any, at: int, count: int, step: int) -> None:
-    """target[to + i] = source[at + i * step]. Unsigned, as numba looks at the sign of any other index."""
-    t, s, d = np.uintp(to), np.uintp(at), np.uintp(step)
-    if step == 1:
-        for i in range(np.uintp(count)):
-            target[t + i] = source[s + i]
-    else:
-        for i in range(np.uintp(count)):
-            target[t + i] = source[s + i * d]
+def _copy_rows(
+    target: Any, to: int, source: Any, at: int, rows: int, count: int, pitch: int, step: int, width: int
+) -> None:
+    """target[to + r * pitch + i] = source[at + r * width + i * step] for ``rows`` rows of ``count``."""
+    # Unsigned, as numba looks at the sign of any other index; numbers that are constants make vectors.
+    t, s, n = np.uintp(to), np.uintp(at), np.uintp(count)
+    for _ in range(rows):
+        if step == 1 and count == 8:
+            for i in range(np.uintp(8)):
+                target[t + i] = source[s + i]
+        elif step == 1:
+            for i in range(n):
+                target[t + i] = source[s + i]
+        elif step == 2:
+            for i in range(n):
+                target[t + i] = source[s + i + i]
+        else:
+            for i in range(n):
+                target[t + i] = source[s + i * np.uintp(step)]
+        t += np.uintp(pitch)
+        s += np.uintp(width)
 
 
 @njit
@@ -69,7 +81,7 @@ def im2col(
                     elif sw == 1 and sh == 1 and ow == width:
                         # One run, over the ends of the rows; what that brings into the padding is put right.
                         _zero(out, start, y0 * ow + x0)
-                        _copy(out, to, flat, at, (y1 - y0 - 1) * ow + x1 - x0, 1)
+                        _copy_rows(out, to, flat, at, 1, (y1 - y0 - 1) * ow + x1 - x0, 0, 1, 0)
                         edge = ow - x1 + x0
                         if edge > 0:
                             for oy in range(y0, y1 - 1):
@@ -78,10 +90,7 @@ def im2col(
                     else:
                         if y0 > 0 or y1 < oh or x0 > 0 or x1 < ow:
                             _zero(out, start, oh * ow)
-                        for _ in range(y0, y1):
-                            _copy(out, to, flat, at, x1 - x0, sw)
-                            to += ow
-                            at += sh * width
+                        _copy_rows(out, to, flat, at, y1 - y0, x1 - x0, ow, sw, sh * width)
                     start += oh * ow
 
 
