@@ -21,91 +21,111 @@ all finite values other than 0."""
 COLUMNS = 4
 LARGEST = 65504.0
 
-_HALF, _STEPS = np.float32(0.5), np.float32(2**24)
-_NAN = np.float32(np.nan)
+_HALF, _STEPS, _NONE, _NAN = np.float32(0.5), np.float32(2**24), np.float32(0), np.float32(np.nan)
 _SCALES = np.empty(64, np.float32)
 """By sign and exponent: what a step of the significand is worth."""
 for _exponent in range(31):
     _SCALES[_exponent] = 2.0 ** (max(_exponent, 1) - 25)
 _SCALES[31] = np.inf
 _SCALES[32:] = -_SCALES[:32]
+_BLOCK = 4096
+"""Values whose casts are counted while they are in the nearest cache."""
+
+# Every operation says uint32: numba would widen it to 64 bits, and a vector would hold half as many.
+_U = np.uint32
+_SIZE, _NORMAL, _TOO_LARGE, _INF = _U(0x7FFFFFFF), _U(0x38800000), _U(0x477FF000), _U(0x7F800000)
+_REBIAS = _U(0x38000000 - 0xFFF)
+_HALF_SIZE, _HALF_NORMAL, _HALF_INF = _U(0x7FFF), _U(0x400), _U(0x7C00)
 
 
 @njit
 def _to_half(value: Any, bits: Any) -> Any:
     """The bits of a float32 value, as float16."""
-    size = bits & 0x7FFFFFFF
-    small = size < 0x38800000  # below 2^-14: subnormal or 0
+    size = _U(bits & _SIZE)
+    small = size < _NORMAL  # below 2^-14: subnormal or 0
     # Adding 1/2 leaves steps of 2^-24, those of the subnormals; the addition rounds as it should.
-    near = np.uint32(((abs(value) if small else _HALF - _HALF) + _HALF - _HALF) * _STEPS)
-    half = (size - 0x38000000 + 0xFFF + ((size >> 13) & 1)) >> 13
+    lifted = np.float32((abs(value) if small else _NONE) + _HALF)
+    near = _U(np.int32(np.float32(np.float32(lifted - _HALF) * _STEPS)))
+    half = _U(_U(_U(size - _REBIAS) + _U(_U(size >> _U(13)) & _U(1))) >> _U(13))
     half = near if small else half
-    half = 0x7C00 if size >= 0x477FF000 else half
-    half = 0x7E00 if size > 0x7F800000 else half
-    return half | ((bits >> 16) & 0x8000)
+    half = _U(0x7C00) if size >= _TOO_LARGE else half
+    half = _U(0x7E00) if size > _INF else half
+    return _U(half | _U(_U(bits >> _U(16)) & _U(0x8000)))
 
 
 @njit
-def _from_half(half: Any, scales: Any) -> Any:
-    significand = (half & 0x3FF) + (1024 if half & 0x7C00 else 0)
-    value = scales[half >> 10] * np.float32(significand)
-    return _NAN if half & 0x7FFF > 0x7C00 else value
+def _from_half(half: Any, scale: Any) -> Any:
+    significand = _U(half & _U(0x3FF))
+    significand = _U(significand | _U(0x400)) if _U(half & _HALF_INF) != _U(0) else significand
+    value = np.float32(scale * np.float32(np.int32(significand)))
+    return _NAN if _U(half & _HALF_SIZE) > _HALF_INF else value
+
+
+@njit
+def _count(before: Any, after: Any, size: Any, normal: Any, infinite: Any, counts: Any) -> None:
+    """Compare float32 bits with those of what they became, whose sizes ``normal`` and ``infinite`` are given."""
+    zero_in = bad_in = zero = small = bad = _U(0)
+    for i in range(before.size):
+        old, new = _U(before[i] & _SIZE), _U(_U(after[i]) & size)
+        zero_in = _U(zero_in + (_U(1) if old == _U(0) else _U(0)))
+        bad_in = _U(bad_in + (_U(1) if old >= _INF else _U(0)))
+        zero = _U(zero + (_U(1) if new == _U(0) else _U(0)))
+        small = _U(small + (_U(1) if new < normal else _U(0)))
+        bad = _U(bad + (_U(1) if new >= infinite else _U(0)))
+    counts[0] += bad - bad_in
+    counts[1] += zero - zero_in
+    counts[2] += small - zero
+    counts[3] += before.size - zero_in - bad_in
+
+
+@njit
+def _encode_block(values: Any, bits: Any, out: Any) -> None:
+    for i in range(values.size):
+        out[i] = _to_half(values[i], bits[i])
 
 
 @njit
 def _encode(values: Any, bits: Any, out: Any, counts: Any) -> None:
-    overflow = flushed = subnormal = nonzero = 0
-    for i in range(values.size):
-        half = _to_half(values[i], bits[i])
-        out[i] = half
-        size, kept = bits[i] & 0x7FFFFFFF, half & 0x7FFF
-        finite = size < 0x7F800000
-        some = finite and size != 0
-        nonzero += some
-        overflow += finite and kept == 0x7C00
-        flushed += some and kept == 0
-        subnormal += kept != 0 and kept < 0x400
-    counts[0] += overflow
-    counts[1] += flushed
-    counts[2] += subnormal
-    counts[3] += nonzero
+    for start in range(0, values.size, _BLOCK):
+        stop = start + _BLOCK
+        part, halves = bits[start:stop], out[start:stop]
+        _encode_block(values[start:stop], part, halves)
+        _count(part, halves, _HALF_SIZE, _HALF_NORMAL, _HALF_INF, counts)
 
 
 @njit
 def _decode(halves: Any, scales: Any, out: Any) -> None:
     for i in range(halves.size):
-        out[i] = _from_half(halves[i], scales)
+        half = _U(halves[i])
+        out[i] = _from_half(half, scales[half >> _U(10)])
 
 
 @njit
-def _round(values: Any, bits: Any, scales: Any, out: Any, counts: Any) -> None:
-    overflow = flushed = subnormal = nonzero = 0
+def _round_block(values: Any, bits: Any, scales: Any, out: Any) -> None:
     for i in range(values.size):
         half = _to_half(values[i], bits[i])
-        out[i] = _from_half(half, scales)
-        size, kept = bits[i] & 0x7FFFFFFF, half & 0x7FFF
-        finite = size < 0x7F800000
-        some = finite and size != 0
-        nonzero += some
-        overflow += finite and kept == 0x7C00
-        flushed += some and kept == 0
-        subnormal += kept != 0 and kept < 0x400
-    counts[0] += overflow
-    counts[1] += flushed
-    counts[2] += subnormal
-    counts[3] += nonzero
+        out[i] = _from_half(half, scales[half >> _U(10)])
+
+
+@njit
+def _round(values: Any, bits: Any, scales: Any, out: Any, out_bits: Any, counts: Any) -> None:
+    for start in range(0, values.size, _BLOCK):
+        stop = start + _BLOCK
+        part = bits[start:stop]
+        _round_block(values[start:stop], part, scales, out[start:stop])
+        _count(part, out_bits[start:stop], _SIZE, _NORMAL, _INF, counts)
 
 
 @njit
 def _finite(bits: Any) -> Any:
     bad = 0
     for i in range(bits.size):
-        bad += bits[i] & 0x7FFFFFFF >= 0x7F800000
+        bad += _U(bits[i] & _SIZE) >= _INF
     return bad == 0
 
 
 def encode(values: Array, out: Array, counts: Array) -> None:
-    """Round float32 ``values`` into float16 ``out`` (contiguous, of one shape); adds to ``counts``, uint64[4]."""
+    """Round float32 ``values`` into float16 ``out`` (contiguous, of one shape); adds to ``counts``, int64[4]."""
     if isinstance(values, np.ndarray):
         flat = values.reshape(-1)
         _encode(flat, flat.view(np.uint32), out.reshape(-1).view(np.uint16), counts)
@@ -124,8 +144,8 @@ def decode(halves: Array, out: Array) -> None:
 def rounded(values: Array, out: Array, counts: Array) -> None:
     """:func:`encode` and :func:`decode` in one: float32 ``out`` holds ``values`` rounded to float16."""
     if isinstance(values, np.ndarray):
-        flat = values.reshape(-1)
-        _round(flat, flat.view(np.uint32), _SCALES, out.reshape(-1), counts)
+        flat, flat_out = values.reshape(-1), out.reshape(-1)
+        _round(flat, flat.view(np.uint32), _SCALES, flat_out, flat_out.view(np.uint32), counts)
     else:
         _device("round", "float32 y", "y = (float)h;")(values, counts, out)
 
@@ -146,7 +166,7 @@ def _device(name: str, out: str, store: str) -> Any:
     import cupy
 
     return cupy.ElementwiseKernel(
-        "float32 x, raw uint64 counts",
+        "float32 x, raw int64 counts",
         out,
         f"""
         float16 h = float16(x);

@@ -142,7 +142,7 @@ class Precision:
                 if self.is_half(bottom) and (bottom, "gradients") not in self._rows:
                     key, maker = (bottom, "gradients"), bottom.producer.layer.name
                     self._row(key, Tensor(maker, "gradients", f"{bottom.name}.diff"))
-        self._counts = xp.zeros((len(self.tensors) + 1, half.COLUMNS), np.uint64)  # the last is for what was counted
+        self._counts = xp.zeros((len(self.tensors) + 1, half.COLUMNS), np.int64)  # the last is for what was counted
         self._each = [self._counts[i] for i in range(len(self._counts))]
 
     def _row(self, key: tuple[Any, str], tensor: Tensor) -> None:
@@ -266,7 +266,7 @@ class Precision:
     # -- what was lost -----------------------------------------------------------------------------------------------
 
     def counts(self) -> np.ndarray:
-        """Counts since the net was made, uint64 [tensors, 4] in the order of ``tensors``; a copy."""
+        """Counts since the net was made, int64 [tensors, 4] in the order of ``tensors``; a copy."""
         counts = self._counts if isinstance(self._counts, np.ndarray) else self._xp.asnumpy(self._counts)
         return counts[: len(self.tensors)].copy()
 

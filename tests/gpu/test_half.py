@@ -13,7 +13,7 @@ NANS = np.isnan(HALVES)
 
 
 def counted() -> np.ndarray:
-    return np.zeros(half.COLUMNS, np.uint64)
+    return np.zeros(half.COLUMNS, np.int64)
 
 
 def expected(values: np.ndarray) -> tuple[np.ndarray, list[int]]:
@@ -89,6 +89,10 @@ def test_counts_add_up_and_shapes_are_kept() -> None:
     assert counts.tolist() == [3, 3, 0, 9]
     assert np.isinf(out[0, 0])
     assert out[0, 1] == 0
+
+
+def test_arrays_of_several_blocks() -> None:
+    check(np.random.default_rng(0).integers(0, 2**32, 3 * 4096 + 5, np.uint32).view(np.float32))
 
 
 def test_finite() -> None:
