@@ -10,6 +10,7 @@ key, data; in a branch lo, hi and flags are the number of the page below.
 
 from __future__ import annotations
 
+import mmap
 import struct
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -74,7 +75,9 @@ class Pages:
         self.file = file
         self.meta = meta
         self.cut = False
-        self.seen = bytearray(min(meta.last_page + 1, -(-file.size // meta.page_size)))
+        # Memory is taken where it is written to: an index that names few of the pages of a terabyte costs nothing.
+        size = max(min(meta.last_page + 1, -(-file.size // meta.page_size)), 1)
+        self.seen = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def leaves(self, tree: Tree) -> Iterator[Leaf | Lost]:
         """The pages that hold records, in key order, and those above and among them that are damaged."""
@@ -174,7 +177,7 @@ class Pages:
 
     def _take(self, number: int, pages: int) -> int | None:
         """Mark pages as used; the first that was used before, if any. Those beyond the file are nobody's."""
-        found = self.seen.find(1, number, number + pages)
+        found = self.seen.find(b"\1", number, number + pages)
         pages = min(pages, len(self.seen) - number)
         if pages > 0:
             self.seen[number : number + pages] = b"\1" * pages

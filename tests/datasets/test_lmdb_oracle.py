@@ -132,6 +132,12 @@ def test_pages_far_out_in_a_file_are_found(tmp_path: Path, far: int) -> None:
             txn.put(b"key %d" % number, value_of(b"%d" % number, number * 37 % 9000, 0))
     relocate(folder / "data.mdb", far // PAGE)
     assert check(folder) == 400
+    status = Path("/proc/self/statm")
+    before = int(status.read_text().split()[1])
+    with open_source(folder) as source:
+        source.read_many(range(400))
+        taken = (int(status.read_text().split()[1]) - before) * PAGE
+    assert taken < 32 << 20, "memory for what is there, and not for the size of the file"
     shutil.rmtree(folder)
 
 
