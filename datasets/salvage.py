@@ -16,6 +16,7 @@ from datasets.raw import RawReader
 from datasets.targets import check_apart
 from datasets.verify import Seen, examine
 from profiler import cli
+from profiler.errors import UsageError
 
 _LISTED = 100
 
@@ -43,6 +44,8 @@ def salvage(
 
     Raises :class:`UsageError` for a wrong target. The source is only read.
     """
+    if reader.backend == "hdf5":
+        raise UsageError(f"{reader.name} cannot be salvaged: what is written holds no labels of HDF5 files")
     target_path = Path(os.path.abspath(out))
     if reader.backend != "memory":
         check_apart(target_path, reader.path)

@@ -86,7 +86,9 @@ class SourceConfig(_Model):
     tops: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), strict=False, description="a list of names: the data sets in HDF5 files; left out: data and label"
     )
-    param: str | None = Field(default=None, description="a text: param_str of a Python data layer")
+    param: str | dict[str, Any] | None = Field(
+        default=None, description="a text, or a mapping that becomes JSON: param_str of a Python data layer"
+    )
     db: str | None = _text(None, "name of a sub-database of an LMDB")
     lock: bool = _choice(False, "true or false: take a reader slot of an LMDB (writes to lock.mdb beside the data)")
     labels: str | None = _text(None, "path of a second source with the same keys, which holds the labels")

@@ -72,14 +72,15 @@ class Batch:
 
     @property
     def blobs(self) -> list[np.ndarray]:
-        """The arrays as a net takes them: data and labels, or what a source with shapes of its own says; views."""
+        """The arrays as a net takes them: data and labels, or what a source with shapes of its own says."""
         shapes = self._blobs
         if not shapes:
             return [self.data, self.labels]
         arrays, at = [self.data.reshape(self._count, *shapes[0])], 0
         labels = self.labels.reshape(self._count, -1)
         for shape in shapes[1:]:
-            arrays.append(labels[:, at : at + math.prod(shape)].reshape(self._count, *shape))
+            part = np.ascontiguousarray(labels[:, at : at + math.prod(shape)])
+            arrays.append(part.reshape(self._count, *shape))
             at += math.prod(shape)
         return arrays
 

@@ -46,7 +46,11 @@ def complete(document: dict[str, Any], base: Path) -> Config:
         section = data.setdefault(phase.lower(), {})
         layer = _data_layer(document["net"], phase) if document.get("net") else None
         _fill(section, shared, phase, layer, document.get("net"), base, notes)
-        if layer is not None and layer.shuffle is not None and (phase == "TRAIN" or solver.test_iter):
+        if (
+            layer is not None
+            and layer.shuffle is not None
+            and (phase == "TRAIN" or (solver is not None and solver.test_iter))
+        ):
             _shuffle(data, phase, layer, notes)
     _check_data(document, data, solver)
     config = validate(document)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ class PythonSource(Source):
 
     Parameters
     ----------
-    path: ``python:module:Class``. param: its ``param_str``. phase: TRAIN or TEST.
+    path: ``python:module:Class``. param: its ``param_str``; a mapping becomes JSON. phase: TRAIN or TEST.
 
     The instance belongs to one process: a pickled or forked copy makes its own. Sample 0 is read twice when it is made:
     one that comes out different depends on more than its index, and no run of it could be repeated.
@@ -51,8 +52,9 @@ class PythonSource(Source):
 
     backend = "python"
 
-    def __init__(self, path: str, param: str | None = None, phase: str = "TRAIN") -> None:
-        self.path, self.param, self.phase = path, param or "", phase
+    def __init__(self, path: str, param: str | dict[str, Any] | None = None, phase: str = "TRAIN") -> None:
+        self.path, self.phase = path, phase
+        self.param = param if isinstance(param, str) else json.dumps(param) if param else ""
         module, _, name = path.removeprefix(PREFIX).partition(":")
         if not path.startswith(PREFIX) or not module or not name:
             raise UsageError(

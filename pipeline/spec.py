@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -173,7 +174,7 @@ def feed_spec(
         labels=data.labels,
         root=data.root,
         tops=data.tops,
-        param=data.param,
+        param=json.dumps(data.param) if isinstance(data.param, dict) else data.param,
         tail=data.tail,
         seed=config.order_seed,
         shuffle="none" if test else config.data.order.shuffle,

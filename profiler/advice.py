@@ -259,7 +259,7 @@ def _more(model: Model, parts: list[Model], timeline: Timeline, setting: Setting
 def _for_place(where: str, model: Model, parts: list[Model], timeline: Timeline, setting: Setting) -> str:
     cheaper = {
         "storage": "keep the data in memory or on a faster disk, set data.order.shuffle: block",
-        "read": "make records smaller (datasets.convert --resize, --encode-type jpg), or read() of a Python layer cheaper",
+        "read": "make records smaller (datasets.convert --resize, --encode-type jpg), or a data layer's read() cheaper",
         "decode": "store images decoded if they are not (datasets.convert without --encoded)",
         "augment": "make the transform cheaper (data.transform.python)",
         "collate": "use a smaller data.train.batch or data.transform.crop",

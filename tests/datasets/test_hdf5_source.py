@@ -186,3 +186,13 @@ def test_a_file_larger_than_memory_is_read_by_rows(tmp_path: Path) -> None:
     )
     assert done.stdout.split() == ["3000000", "7000.0", "0.0"], done.stderr
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1_000_000
+
+
+def test_labels_are_not_lost_by_a_rescue(tmp_path: Path) -> None:
+    from datasets.raw import open_raw
+    from datasets.salvage import salvage
+
+    file = write(tmp_path / "x.h5", data=np.arange(15).reshape(5, 3), label=np.arange(5))
+    with pytest.raises(UsageError, match="cannot be salvaged"):
+        salvage(open_raw(str(file)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
