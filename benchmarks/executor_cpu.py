@@ -3,8 +3,10 @@
     python benchmarks/executor_cpu.py                      LeNet, cifar10_quick, CaffeNet; 1 and 2 threads, five minutes
 
 Both sides get the same batch, accumulate no history, and run forward and backward in TRAIN. Each number of threads has
-a process of its own; in it the two take turns and change who begins, so that what else the machine does meets both. A
-ratio above 1 means that PyTorch took longer. PyTorch's nets are composed here of its functions, layer for layer.
+a process of its own; in it the two take turns and change who begins, so that what else the machine does meets both.
+With several threads a turn is a pause and then some steps: idle threads of either side spin for up to a fifth of a
+second, on the core that the other side wants. A ratio above 1 means that PyTorch took longer. PyTorch's nets are
+composed here of its functions, layer for layer.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"lenet": (1, 28), "cifar10_quick": (3, 32), "caffenet": (3, 227), "mobilenet": (3, 224), "resnet50": (3, 224)}
 CAFFE_MS = {"lenet": {1: 20.5, 2: 19.8}, "cifar10_quick": {1: 101, 2: 84}, "caffenet": {1: 2922, 2: 1979}}
 """Caffe 1.0 with OpenBLAS, batch 32, on another machine of the same kind (2 cores, AMD EPYC), give or take 25 %."""
+
+IDLE_S, BLOCK_S = 0.3, 0.3
+"""With several threads: the pause before a turn and its length."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -146,17 +151,15 @@ def compare(name: str, threads: int, batch: int, seconds: float) -> dict[str, An
     sides = {"ours": ours, "torch": torch_net(name, net, threads)}
     taken: dict[str, list[float]] = {side: [] for side in sides}
     busy: dict[str, list[float]] = {side: [] for side in sides}
-    for step in sides.values():
-        step()
-        step()
     end = time.perf_counter() + seconds
     rounds = 0
-    while rounds < 5 or (time.perf_counter() < end and rounds < 200):
+    while rounds < 6 or (time.perf_counter() < end and rounds < 200):
         for side in list(sides)[:: -1 if rounds % 2 else 1]:
-            began, began_cpu = time.perf_counter(), time.process_time()
-            sides[side]()
-            taken[side].append((time.perf_counter() - began) * 1e3)
-            busy[side].append((time.process_time() - began_cpu) * 1e3)
+            if threads > 1:
+                time.sleep(IDLE_S)
+            elapsed, cpu = _block(sides[side], BLOCK_S if threads > 1 else 0)
+            taken[side].append(elapsed)
+            busy[side].append(cpu)
         rounds += 1
     ratios = [theirs / own for own, theirs in zip(taken["ours"], taken["torch"], strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4)
@@ -168,6 +171,19 @@ def compare(name: str, threads: int, batch: int, seconds: float) -> dict[str, An
         "rounds": rounds,
         "caffe_ms_elsewhere": CAFFE_MS.get(name, {}).get(threads),
     }
+
+
+def _block(step: Callable[[], None], seconds: float) -> tuple[float, float]:
+    """Median milliseconds and CPU milliseconds of one step after another for this long, after a first one."""
+    if seconds:
+        step()
+    both: list[tuple[float, float]] = []
+    end = time.perf_counter() + seconds
+    while not both or time.perf_counter() < end:
+        began, began_cpu = time.perf_counter(), time.process_time()
+        step()
+        both.append(((time.perf_counter() - began) * 1e3, (time.process_time() - began_cpu) * 1e3))
+    return statistics.median(wall for wall, _ in both), statistics.median(cpu for _, cpu in both)
 
 
 def profile(name: str, threads: int, batch: int, seconds: float) -> str:
