@@ -19,10 +19,10 @@ from profiler.timeline import PART, Timeline
 class Copies:
     """Of the n rows of a model. Times in ns; where the record has no copy of a row's batch it took no time.
 
-    length: float64[n], on the engine. late: float64[n], what the loop waited for beyond the copy itself: the engine's
-    thread had to wake up, and then the loop's. arrived: int64[n], when the loop had the arrays. waited: float64[n], all
-    that it waited for them. lag: float64[n], from a copy's end to the release of its slot. ahead: how many copies may
-    begin before their batch's turn.
+    length: float64[n], on the engine, and before that, of one begun ahead, until the loop had asked for it. late:
+    float64[n], what the loop waited for beyond that: the engine's thread had to wake up, and then the loop's. arrived:
+    int64[n], when the loop had the arrays. waited: float64[n], all that it waited for them. lag: float64[n], from a
+    copy's end to the release of its slot. ahead: how many copies may begin before their batch's turn.
     """
 
     length: np.ndarray
@@ -56,10 +56,12 @@ def copies(timeline: Timeline, rows: np.ndarray, ahead: int | None = None) -> Co
     np.maximum.at(arrived, i, t1)
     np.add.at(waited, i, tree.own_ns[at])
     np.add.at(under, i, np.maximum(np.minimum(t1, end[i]) - np.maximum(t0, begin[i]), 0))
-    first = np.clip(np.searchsorted(timeline.t0_ns[rows], begin[known], side="right") - 1, 0, None)
-    deepest = int((np.flatnonzero(known) - first).max())
+    begun_in = np.clip(np.searchsorted(timeline.t0_ns[rows], begin, side="right") - 1, 0, np.arange(n))
+    could = np.maximum(arrived[begun_in], np.concatenate([begin[:1], end[:-1]]))
+    asking = np.where(known & (begun_in < np.arange(n)), np.maximum(begin - could, 0), 0)
+    deepest = int((np.arange(n) - begun_in)[known].max())
     return Copies(
-        length=np.where(known, end - begin, 0).astype(float),
+        length=np.where(known, end - begin + asking, 0).astype(float),
         late=np.maximum(waited - under, 0),
         arrived=arrived,
         waited=waited,

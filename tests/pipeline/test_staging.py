@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from gpu.device import Device, open_device
+from pipeline import loop
 from pipeline.config import validate
 from pipeline.display import Display
 from pipeline.engines import Engine
@@ -23,6 +24,7 @@ from pipeline.ring import Claim, Ready, Ring
 from pipeline.signals import StopRequest
 from pipeline.spec import FeedSpec
 from pipeline.staging import Staging
+from profiler import store
 from profiler.errors import StallscopeError
 from profiler.events import Stage
 from tests.gpu.recording import ListRecorder
@@ -236,3 +238,70 @@ def test_a_failed_copy_names_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
         threading.Timer(0.05, device._closing.set).start()
         with pytest.raises(StallscopeError, match="copy of step 0 to the device failed"):
             batch.on_device()
+
+
+NET = """
+layer { name: "in" type: "Data" top: "data" top: "label" data_param { source: "x" batch_size: 4 } }
+layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
+  inner_product_param { num_output: 10 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
+"""
+SOLVER = 'base_lr: 0.01 lr_policy: "fixed" momentum: 0.9 max_iter: 12 random_seed: 3 snapshot_prefix: "x"'
+
+
+def trained(folder: Path, stop: StopRequest, engine: str, backend: str, staging: int) -> tuple[list[bytes], list[Any]]:
+    """Parameters after twelve steps, and the hashes of what each step consumed."""
+    (folder / "net.prototxt").write_text(NET)
+    (folder / "solver.prototxt").write_text(SOLVER)
+    device = {"backend": backend, "staging": staging}
+    if backend == "emulated":
+        device.update(step_ms=2.0, h2d_delay_ms=1.0)
+    config = validate(
+        {
+            "net": str(folder / "net.prototxt"),
+            "solver": str(folder / "solver.prototxt"),
+            "data": {"train": {"source": "memory:records=40,shape=1x12x12", "batch": ITEMS}},
+            "feed": {"engine": engine, "workers": 1, "depth": 3, "poison": True},
+            "device": device,
+            "run": {"folder": str(folder / "run"), "iterations": 12},
+            "profile": {"samplers_hz": 0},
+        }
+    )
+    with Job(config, folder / "run", None, stop, Display(0, 12, quiet=True)) as job:
+        loop.train(job)
+        weights = [param.blob.data.tobytes() for param in job.solver.net.learnable]
+    prints = store.load_run(folder / "run").fingerprints
+    kept = prints.select(["step", "name", "ordered"]).to_pylist()
+    return weights, sorted(map(str, kept))
+
+
+def test_overlap_and_engine_change_no_bit(tmp_path: Path, stop: StopRequest) -> None:
+    """With freed slots poisoned: whoever read one too late would show."""
+    results = []
+    cases = [("inline", "numpy", 2), ("inline", "emulated", 1), ("inline", "emulated", 2)]
+    for number, case in enumerate(cases):
+        folder = tmp_path / str(number)
+        (folder / "run").mkdir(parents=True)
+        results.append(trained(folder, stop, *case))
+    assert all(result == results[0] for result in results[1:])
+
+
+@pytest.mark.ray
+def test_overlap_changes_no_bit_through_workers(tmp_path: Path, stop: StopRequest) -> None:
+    results = []
+    for number, case in enumerate([("inline", "numpy", 1), ("ray", "emulated", 3)]):
+        folder = tmp_path / str(number)
+        (folder / "run").mkdir(parents=True)
+        results.append(trained(folder, stop, *case))
+    assert results[0] == results[1]
+
+
+def test_a_job_that_does_not_fit_is_told_what_net_and_ring_need(
+    tmp_path: Path, stop: StopRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu.net.available_memory", lambda: 20_000)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(StallscopeError, match="no memory for net") as refused:
+        trained(tmp_path, stop, "inline", "numpy", 2)
+    assert "the ring of TRAIN (feed.depth 3) takes 0.00 GiB" in str(refused.value)
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and "-ring" in os.readlink(fd)]
