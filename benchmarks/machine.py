@@ -22,3 +22,21 @@ def machine(*packages: str) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in packages},
     }
+
+
+def accelerator(xp: Any) -> dict[str, Any] | None:
+    """The device of an array library of cupy's kind: what it is and what drives it; None for NumPy."""
+    if not hasattr(xp, "cuda"):
+        return None
+    runtime = xp.cuda.runtime
+    found = runtime.getDeviceProperties(xp.cuda.Device().id)
+    name = found["name"]
+    return {
+        "name": name.decode() if isinstance(name, bytes) else name,
+        "memory_gib": round(found["totalGlobalMem"] / 2**30, 1),
+        "multiprocessors": found["multiProcessorCount"],
+        "compute_capability": f"{found['major']}.{found['minor']}",
+        "driver": runtime.driverGetVersion(),
+        "runtime": runtime.runtimeGetVersion(),
+        "cupy": xp.__version__,
+    }
