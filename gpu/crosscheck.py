@@ -8,10 +8,12 @@ The JSON document::
 
     schema, net, phase, shapes, seed, weights, versions
     sides     [backend]
-    verdict   rounding | unclear | bug: the worst of all
+    verdict   rounding | beyond | bug: the worst of all; beyond: the whole net is further off than rounding takes it,
+              though every layer is right for what it was given: a maximum or a sign fell the other way
     first     {side: {layer, mode, tensor}}, the first offender of each side; null where there is none
     layers    [{layer, type, terms {forward, bottom, param}, problems {side: text},
-               tensors [{side, mode: isolated | cumulative, name, absolute, relative, ulp, l2, bound, verdict}]}]
+               tensors [{side, mode: isolated | in net | cumulative, name, absolute, relative, ulp, l2, bound,
+                         verdict}]}]
     precision as :mod:`gpu.sensitivity` says, or null
 """
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA = 1
-_COLOURS = {ROUNDING: "green", "unclear": "yellow", BUG: "red"}
+_COLOURS = {ROUNDING: "green", "beyond": "yellow", BUG: "red"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,7 +127,7 @@ def _sides(given: str | None) -> list[str]:
 
 def _first(checked: Sequence[Checked], side: str) -> dict[str, str] | None:
     """The first layer that is wrong by itself; else the first at which the whole net is."""
-    for mode in ("isolated", "cumulative"):
+    for mode in ("isolated", "in net"):
         for each in checked:
             if mode == "isolated" and side in each.problems:
                 return {"layer": each.layer, "mode": mode, "tensor": each.problems[side]}
@@ -174,7 +176,7 @@ def render(document: dict[str, Any], console: Console, everything: bool = False)
             left = name in ("layer", "type", "worst tensor", "verdict")
             table.add_column(name, justify="left" if left else "right", overflow="fold")
         rows = [row for each in document["layers"] if (row := _row(each, side)) is not None]
-        shown = rows if everything else [row for row in rows if row[0] != ROUNDING] or _worst(rows)
+        shown = rows if everything else [row for row in rows if row[0] == BUG] or _worst(rows)
         for verdict, _, cells in shown:
             colour = _COLOURS[verdict]
             table.add_row(*(escape(cell) for cell in cells), f"[{colour}]{verdict}[/{colour}]")
@@ -187,7 +189,7 @@ def render(document: dict[str, Any], console: Console, everything: bool = False)
 def _row(each: dict[str, Any], side: str) -> tuple[str, float, list[str]] | None:
     if side in each["problems"]:
         return BUG, float("inf"), [each["layer"], each["type"], each["problems"][side], "", "", "", ""]
-    alone = [t for t in each["tensors"] if (t["side"], t["mode"]) == (side, "isolated")]
+    alone = [t for t in each["tensors"] if t["side"] == side and t["mode"] != "cumulative"]
     if not alone:
         return None
     whole = [t for t in each["tensors"] if (t["side"], t["mode"]) == (side, "cumulative")]
@@ -196,7 +198,7 @@ def _row(each: dict[str, Any], side: str) -> tuple[str, float, list[str]] | None
         return float(tensor["l2"] / tensor["bound"]) if tensor["bound"] else 0.0 if not tensor["l2"] else float("inf")
 
     worst = max(alone, key=share)
-    verdict = max((t["verdict"] for t in [*alone, *whole]), key=(ROUNDING, "unclear", BUG).index)
+    verdict = max((t["verdict"] for t in [*alone, *whole]), key=(ROUNDING, "beyond", BUG).index)
     total = max((t["relative"] for t in whole), default=None)
     return (
         verdict,
@@ -222,7 +224,19 @@ def _worst(rows: list[tuple[str, float, list[str]]]) -> list[tuple[str, float, l
 def _sentence(document: dict[str, Any], side: str) -> str:
     first = document["first"][side]
     if first is None:
-        return f"{side}: every layer differs from float64 by rounding alone."
+        further = {
+            each["layer"]
+            for each in document["layers"]
+            for t in each["tensors"]
+            if (t["side"], t["verdict"]) == (side, "beyond")
+        }
+        text = f"{side}: every layer differs from float64 by rounding alone."
+        if further:
+            text += (
+                f" In the whole net {len(further)} layers are further off than that takes them: on the way a maximum "
+                "or a sign fell the other way. Each is right for what it was given."
+            )
+        return text
     how = (
         "by itself, fed with the same arrays"
         if first["mode"] == "isolated"

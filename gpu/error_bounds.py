@@ -15,8 +15,9 @@ rounds to float32 what each layer hands to the next, differ by d. A float32 net 
 
     C * sqrt(largest K so far) * (d + u * |y|)
 
-Where the largest of several values decides (maximum pooling, ReLU at 0) a rounding can change which one it is; beyond
-this bound but below 1 % a net's result is therefore called unclear, not wrong.
+Where the largest of several values decides (maximum pooling, ReLU at 0) a rounding can change which one it is, and then
+a net's result is further off. That is told, and is no bug: every layer is also held, inside the net, to what float64
+makes of the arrays that the layers before it wrote there.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ from gpu.wiring import Node
 UNIT = 2.0**-24
 """Largest relative error of rounding to float32."""
 FACTOR = 8.0
-WRONG = 0.01
-"""Relative difference of a whole net's results from which on ties do not explain it."""
 
 _ONE_TERM = (
     *(
@@ -124,15 +123,12 @@ def smooth(node: Node) -> bool:
     return node.layer.type not in _PICKS_LARGEST
 
 
-def bound(wanted: np.ndarray, moved: np.ndarray | None, terms: int) -> float:
-    """Largest L2 distance from ``wanted`` that rounding explains; ``moved``: the same tensor from moved inputs."""
-    sensitivity = norm(moved - wanted) if moved is not None and moved.shape == wanted.shape else 0.0
-    return FACTOR * math.sqrt(max(1, terms)) * (UNIT * norm(wanted) + sensitivity) + _TINY * math.sqrt(wanted.size)
+def bound(wanted: np.ndarray, shift: float, terms: int) -> float:
+    """Largest L2 distance from ``wanted`` that rounding explains.
 
-
-def bound_over_layers(wanted: np.ndarray, drift: float, terms: int) -> float:
-    """The same after several layers; ``drift``: how far rounding between layers alone takes this tensor."""
-    return FACTOR * math.sqrt(max(1, terms)) * (UNIT * norm(wanted) + drift) + _TINY * math.sqrt(wanted.size)
+    ``shift``: how far rounding the inputs takes this tensor, or, after several layers, rounding between layers.
+    """
+    return FACTOR * math.sqrt(max(1, terms)) * (UNIT * norm(wanted) + shift) + _TINY * math.sqrt(wanted.size)
 
 
 def norm(values: np.ndarray) -> float:

@@ -185,7 +185,7 @@ class Double:
                 bottoms = [values[bottom] for bottom in node.bottoms]
                 node.layer.forward(bottoms, tops)
                 values.update((top, store(array)) for top, array in zip(node.tops, tops, strict=True))
-            gradients = {top: self._seed(top, diffs) for node in self.graph.nodes for top in node.tops}
+            gradients = {top: self.seed(top, diffs) for node in self.graph.nodes for top in node.tops}
             for node in reversed(self.graph.nodes):
                 bottoms, tops = [values[bottom] for bottom in node.bottoms], [values[top] for top in node.tops]
                 top_diffs = [store(gradients[top]) for top in node.tops]
@@ -211,7 +211,8 @@ class Double:
         yield from reversed(made)
 
     @staticmethod
-    def _seed(top: Any, diffs: dict[str, np.ndarray]) -> np.ndarray:
+    def seed(top: Any, diffs: dict[str, np.ndarray]) -> np.ndarray:
+        """The gradient of a value before any layer adds to it: a loss's weight, or what was given for an output."""
         if not top.consumers and top.name in diffs:
             return diffs[top.name].astype(np.float64)
         return np.full(top.shape, float(np.float32(top.loss_weight)))

@@ -194,8 +194,8 @@ def still(layers: Sequence[Layer]) -> Iterator[None]:
 
 
 class watching:
-    """While it is open, ``see(layer, "forward", tops)`` is called after each layer's forward pass,
-    ``see(layer, "backward", top_diffs)`` before its backward pass, and ``see(layer, "parameters", diffs)`` after it."""
+    """While it is open, ``see(layer, what, arrays)`` is called: "top" after each layer's forward pass, "top gradient"
+    before its backward pass, "bottom" and "parameter" (their gradients, None where there is none) after that."""
 
     def __init__(self, net: Net, see: Callable[[Layer, str, Sequence[Any]], None]) -> None:
         self._layers, self._see = net.layers, see
@@ -209,12 +209,13 @@ class watching:
 
         def watched(bottoms: Sequence[Any], tops: Sequence[Any]) -> None:
             forward(bottoms, tops)
-            see(layer, "forward", tops)
+            see(layer, "top", tops)
 
         def watched_back(bottoms: Any, tops: Any, top_diffs: Any, bottom_diffs: Any, param_diffs: Any) -> None:
-            see(layer, "backward", top_diffs)
+            see(layer, "top gradient", top_diffs)
             backward(bottoms, tops, top_diffs, bottom_diffs, param_diffs)
-            see(layer, "parameters", param_diffs)
+            see(layer, "bottom", bottom_diffs)
+            see(layer, "parameter", param_diffs)
 
         layer.forward, layer.backward = watched, watched_back  # type: ignore[method-assign]
 

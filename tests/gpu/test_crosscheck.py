@@ -65,7 +65,7 @@ def test_a_sound_net_differs_by_rounding_alone() -> None:
     assert overall(checked) == ROUNDING
     tensors = [tensor for each in checked for tensor in each.tensors]
     assert {tensor.side for tensor in tensors} == set(SIDES)
-    assert {tensor.mode for tensor in tensors} == {"isolated", "cumulative"}
+    assert {tensor.mode for tensor in tensors} == {"isolated", "in net", "cumulative"}
     assert any(tensor.distance.absolute > 0 for tensor in tensors)
     names = {(each.layer, tensor.name) for each in checked for tensor in each.tensors}
     assert {("conv", "parameter 1 gradient"), ("bn", "statistic 0"), ("ip", "bottom 0 gradient")} <= names
@@ -96,7 +96,7 @@ def test_layers_that_match_caffe_are_within_their_bounds(path: Path) -> None:
     inputs = {name: golden[f"in_{name}"] for name in next(iter(nets.values())).inputs}
     checked = check_layers(filtered, nets, inputs, {}, 0)
     assert [each.problems for each in checked if each.problems] == []
-    assert overall(checked) == ROUNDING
+    assert overall(checked) != BUG
 
 
 def broken(layer: str, change: Callable[[Any], None]) -> Callable[[Net], None]:
@@ -161,11 +161,8 @@ def test_a_wrong_gradient_names_its_layer(layer: str) -> None:
 def test_a_layer_that_fails_is_named_with_its_error() -> None:
     def change(layer: Any) -> None:
         def fail(*_: Any) -> None:
-            if len(calls) > 0:
-                raise RuntimeError("no such kernel")
-            calls.append(1)
+            raise RuntimeError("no such kernel")
 
-        calls: list[int] = []
         layer.__class__ = type("Broken", (type(layer),), {"forward": fail})
 
     checked = check(NET, SIDES, prepare=broken("pool", change))
@@ -192,7 +189,9 @@ def test_damage_between_layers_shows_in_the_whole_net_only() -> None:
 
     checked = check(NET, SIDES, prepare=prepare)
     assert first_bug(checked, "isolated") is None
-    assert first_bug(checked, "cumulative") == "ip"
+    assert first_bug(checked, "in net") == "ip"
+    [each] = [each for each in checked if each.verdict("in net") == BUG]
+    assert {t.name for t in each.tensors if t.verdict == BUG} == {"parameter 0 gradient"}
 
 
 @settings(max_examples=15)
@@ -246,7 +245,7 @@ def test_distances() -> None:
 @given(st.integers(1, 10**6), st.floats(0.1, 1e6))
 def test_bounds_grow_with_the_length_of_sums(terms: int, size: float) -> None:
     values = np.full(4, size)
-    assert bound(values, None, 4 * terms) > bound(values, None, terms) >= 8 * UNIT * np.linalg.norm(values)
+    assert bound(values, 0.0, 4 * terms) > bound(values, 0.0, terms) >= 8 * UNIT * np.linalg.norm(values)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
