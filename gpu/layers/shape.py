@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from datasets.caffe_pb2 import FillerParameter
 from gpu.fillers import fill
 from gpu.layers.base import Array, Layer, Shape, as_flags, register
 
@@ -360,28 +361,39 @@ class MemoryData(Source):
 
 @register("DummyData")
 class DummyData(Source):
-    """Blobs filled at the first pass and then kept: constants, or draws keyed by "layer name/top index"."""
+    """Blobs filled by fillers, constant 0 without one: one for all tops or one each, as the shapes.
+
+    As in Caffe, constants are filled in once, and draws are made anew for each pass: keyed by "layer name/top
+    index/iteration" ("layer name/top index" in TEST, where every pass is the same).
+    """
+
+    def setup(self) -> None:
+        p, count = self.spec.dummy_data_param, len(self.spec.top)
+        if len(p.data_filler) not in (0, 1, count):
+            raise self.error("needs no filler, one, or one for each top", expected=count, found=len(p.data_filler))
+        fillers = list(p.data_filler) or [FillerParameter()]
+        self._fillers = fillers * count if len(fillers) == 1 else fillers
+        sizes = {name: len(getattr(p, name)) for name in ("num", "channels", "height", "width")}
+        if not p.shape and any(length not in (1, count) for length in sizes.values()):
+            raise self.error("needs one num, channels, height and width, or one for each top", found=sizes)
 
     def default_shapes(self) -> list[Shape]:
-        p = self.spec.dummy_data_param
+        p, count = self.spec.dummy_data_param, len(self.spec.top)
         if p.shape:
             return self._spread([tuple(shape.dim) for shape in p.shape])
-        return self._spread(list(zip(p.num, p.channels, p.height, p.width, strict=False)))
+        sides = [list(side) * (count if len(side) == 1 else 1) for side in (p.num, p.channels, p.height, p.width)]
+        return list(zip(*sides, strict=True))
 
     def allocate(self) -> None:
-        count, fillers = len(self.spec.top), len(self.spec.dummy_data_param.data_filler)
-        if fillers not in (0, 1, count):
-            raise self.error("needs no filler, one, or one for each top", expected=count, found=fillers)
         self._filled = False
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
-        if self._filled:
-            return
-        fillers = list(self.spec.dummy_data_param.data_filler)
-        for i, top in enumerate(tops):
-            if fillers:
-                values = fill(fillers[min(i, len(fillers) - 1)], top.shape, self.context.seed, f"{self.name}/{i}")
-                top[...] = values if self.xp is np else self.xp.asarray(values)
+        again = f"/{self.context.iteration}" if self.context.phase == "TRAIN" else ""
+        for i, (filler, top) in enumerate(zip(self._fillers, tops, strict=True)):
+            if self._filled and (filler.type == "constant" or not again):
+                continue
+            values = fill(filler, top.shape, self.context.seed, f"{self.name}/{i}{again}")
+            top[...] = values if self.xp is np else self.xp.asarray(values)
         self._filled = True
 
 

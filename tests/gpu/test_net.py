@@ -410,8 +410,8 @@ def test_a_missing_blob_says_which_rule_removed_its_producer() -> None:
         (inputs(x=(2, 3)) + dense("a", "x", "y", 2, "loss_weight: 1 loss_weight: 2"), "loss_weight"),
         (inputs(x=(2, 3)) + dense("a", "x", "y", 2, "propagate_down: true propagate_down: true"), "propagate_down"),
         (
-            inputs(x=(2, 3)) + 'layer { name: "p" type: "WindowData" } layer { name: "h" type: "HDF5Data" }',
-            r"2 layer\(s\) of unsupported type(.|\n)*'p' \(WindowData\), 'h' \(HDF5Data\)",
+            inputs(x=(2, 3)) + 'layer { name: "p" type: "WindowData" } layer { name: "h" type: "HDF5Output" }',
+            r"2 layer\(s\) of unsupported type(.|\n)*'p' \(WindowData\), 'h' \(HDF5Output\)",
         ),
         (LENET.read_text(), "shape of 'data' is not known"),
     ],
