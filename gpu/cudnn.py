@@ -255,6 +255,22 @@ def algorithms(net: Any) -> dict[str, Mapping[str, str]]:
     return {layer.name: dict(layer.algorithms) for layer in net.layers if getattr(layer, "algorithms", None)}
 
 
+def candidates(net: Any) -> dict[str, list[Candidate]]:
+    """Every plan that cuDNN has for the passes of each convolution of a net, in its order; empty without cuDNN."""
+    out: dict[str, list[Candidate]] = {}
+    for layer in net.layers:
+        library = getattr(layer, "library", None)
+        if library is None or not isinstance(layer.context.cudnn, Cudnn):
+            continue
+        rows = out[layer.name] = []
+        for direction in PASSES:
+            try:
+                rows += layer.context.cudnn.candidates(direction, library.shape)
+            except NoPlanError:  # the layer's ``algorithms`` say why
+                continue
+    return out
+
+
 def _strides(dims: tuple[int, ...]) -> list[int]:
     out = [1]
     for size in reversed(dims[1:]):

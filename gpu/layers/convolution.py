@@ -118,7 +118,7 @@ class Windowed(Layer):
     n_tops = (1, math.inf)
     _param: Any
     _geometry: Geometry
-    _library: LibraryConvolution | None = None
+    library: LibraryConvolution | None = None
 
     def setup(self) -> None:
         self._param = p = self.spec.convolution_param
@@ -199,7 +199,7 @@ class Windowed(Layer):
         self._in_place = self.context.compiled and self._step == 1
         width = self._step * geometry.positions
         self._work = ((geometry.rows, width), (outputs, width), weight)
-        if self._library is None or not self._library.whole:
+        if self.library is None or not self.library.whole:
             self.context.scratch.reserve(*self._work)
 
     def _images(self, n: int, image_bytes: int, weight_bytes: int) -> int:
@@ -275,7 +275,9 @@ class Windowed(Layer):
 
     def _add_sums(self, packed: Array, into: Array, first: bool) -> None:
         """The sum of each row of packed[O, ...] written to ``into`` by the first chunk and added by the others."""
-        if first:
+        if self.context.compiled:
+            kernels.row_sums(packed, into, not first)
+        elif first:
             self.xp.sum(packed, axis=1, out=into)
         else:
             self.xp.sum(packed, axis=1, out=self._sums)
@@ -304,9 +306,9 @@ class Convolution(Windowed):
         if not self._depthwise and not self.context.compiled:
             numbers = geometry.stride, geometry.pad, geometry.dilation
             shape = ConvolutionShape(bottoms[0], weight, (n, outputs, *out), *numbers)
-            self._library = LibraryConvolution(self.context, shape, len(bottoms))
-            self.context.scratch.reserve(self._library.room)
-            self.algorithms = self._library.algorithms
+            self.library = LibraryConvolution(self.context, shape, len(bottoms))
+            self.context.scratch.reserve(self.library.room)
+            self.algorithms = self.library.algorithms
         self._plan(n, geometry, weight, outputs)
         if self._depthwise:
             self._depthwise_work = ((outputs, *kernel), depthwise.sums_shape(geometry, outputs, self.context))
@@ -320,7 +322,7 @@ class Convolution(Windowed):
             self._forward_depthwise(bottoms, tops, self._none if bias is None else bias)
             return
         for x, y in zip(bottoms, tops, strict=True):
-            if self._library is not None and self._library.run("forward", x, self.blobs[0].device_data, y):
+            if self.library is not None and self.library.run("forward", x, self.blobs[0].device_data, y):
                 if bias is not None:
                     y += bias.reshape(-1, *[1] * len(self._geometry.size))
                 continue
@@ -352,10 +354,10 @@ class Convolution(Windowed):
             return
         first = True
         for x, dy, dx in zip(bottoms, top_diffs, bottom_diffs, strict=True):
-            if self._library is not None:
-                if dx is not None and self._library.run("data", dy, self.blobs[0].device_data, dx):
+            if self.library is not None:
+                if dx is not None and self.library.run("data", dy, self.blobs[0].device_data, dx):
                     dx = None
-                if dw is not None and self._library.run("weights", x, dy, dw):
+                if dw is not None and self.library.run("weights", x, dy, dw):
                     dw = None
                 if dw is None and dx is None:
                     if db is not None:

@@ -122,6 +122,16 @@ def test_a_layer_served_whole_unrolls_nothing(in_use: Cudnn) -> None:
     assert part.layers[-1].context.scratch.count > whole.layers[-1].context.scratch.count
 
 
+def test_a_net_lists_the_plans_of_its_convolutions(in_use: Cudnn) -> None:
+    FakeCudnn.plans["data"] = []
+    listed = cudnn.candidates(load("conv_3x3", "portable")[0])
+    assert [entry.direction for entry in listed["L"]] == ["forward"] * 6 + ["weights"] * 6
+    assert [entry.name for entry in listed["L"] if entry.chosen] == ["first that is allowed"] * 2
+    assert cudnn.candidates(load("ip", "portable")[0]) == {}
+    in_use._found.clear()
+    assert cudnn.candidates(load("conv_depthwise", "portable")[0]) == {}
+
+
 def test_why_not_is_recorded() -> None:
     for backend, reason in ((Backend("portable", np, "test"), "backend portable"),):
         built = net.Net(str(load("conv_3x3", "portable")[1]["prototxt"]), "TRAIN", backend=backend)
