@@ -265,6 +265,26 @@ def add_bias(bias: Any, out: Any) -> None:
 
 
 @njit
+def row_sums(values: Any, into: Any, add: bool) -> None:
+    """The sum of each row of values[O, P] written or added to into[O]: 64 partial sums, which are vectors."""
+    rows, size = values.shape
+    flat, part = values.reshape(-1), np.empty(64, np.float32)
+    for o in range(rows):
+        _zero(part, 0, 64)
+        at, end = np.uintp(o * size), np.uintp((o + 1) * size)
+        while at + np.uintp(64) <= end:
+            for p in range(np.uintp(64)):
+                part[p] += flat[at + p]
+            at += np.uintp(64)
+        for p in range(end - at):
+            part[p] += flat[at + p]
+        for width in (32, 16, 8, 4, 2, 1):
+            for p in range(np.uintp(width)):
+                part[p] += part[p + np.uintp(width)]
+        into[o] = into[o] + part[0] if add else part[0]
+
+
+@njit
 def unpack(packed: Any, bias: Any, out: Any) -> None:
     """packed[O, n, P] + bias[O] to out[n, O, P]; an empty bias counts as none."""
     channels, n, size = packed.shape
