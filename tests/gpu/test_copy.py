@@ -231,3 +231,23 @@ def test_host_arrays_are_held_until_the_copy_is_over(device: CupyDevice) -> None
     gc.collect()
     assert alive() is None
     assert (upload.arrays["data"] == 1).all()
+
+
+def test_pinned_and_device_memory_stay_flat_over_a_thousand_batches_of_changing_size(cupy: Any) -> None:
+    size = int(1.1 * 2**16)  # a pool of powers of two would take nearly twice as much
+    ring = np.frombuffer(mmap.mmap(-1, 4 * -(-size // pinned.PAGE) * pinned.PAGE), np.uint8)
+    recorder = ListRecorder()
+    with CupyDevice(Backend("cupy", cupy, "test"), recorder) as device:
+        assert device.register(ring)
+        device.reserve({"data": ((size,), np.uint8)})
+        for step in range(1000):
+            slot = ring[step % 4 * size :][: 1 + step * 7919 % size]
+            slot[:] = step % 251
+            with device.compute(step=step):
+                assert int(device.upload({"data": slot}, step=step).wait().arrays["data"][-1]) == step % 251
+            assert device._pinned.nbytes == ring.nbytes
+    assert [what for what, _ in cupy.registered] == ["register", "unregister"]
+    allocated = [row.fields["nbytes"] for row in recorder.of(Stage.ALLOC)]
+    assert len(allocated) == device.staging
+    assert max(allocated) < size + 256
+    assert device._pinned.nbytes == 0
