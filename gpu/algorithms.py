@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu.cudnn import Cudnn, OnePlan
 from gpu.layers import registry
 from gpu.layers.base import Layer, Scratch
 from gpu.layers.convolution import Windowed
@@ -44,6 +45,8 @@ class _Way:
     images: int | None = None
     """Images in a chunk; None: the layer's own number."""
     depthwise: bool | None = None
+    cudnn: Any = "not tried"
+    notes: str = ""
 
 
 def try_algorithms(net: Net, repeats: int, seed: int) -> Iterator[Tried]:
@@ -71,7 +74,7 @@ def _of_layer(net: Net, node: Node, repeats: int, seed: int) -> Iterator[Tried]:
         truth = results if truth is None else truth
         yield Tried(
             own.name,
-            describe(layer),
+            describe(layer) + (f" ({way.notes})" if way.notes else ""),
             forward,
             backward,
             4 * layer.context.scratch.count,
@@ -84,19 +87,33 @@ def _of_layer(net: Net, node: Node, repeats: int, seed: int) -> Iterator[Tried]:
 def _ways(layer: Layer, images: int) -> list[_Way]:
     """The layer's own way first; then those that the backend has, some of which may be the same again."""
     compiled = layer.context.compiled
-    ways = [_Way("own", compiled)]
+    ways = [_Way("own", compiled, cudnn=layer.context.cudnn)]
     if getattr(layer, "_depthwise", False):
         ways.append(_Way("products", compiled, depthwise=False))
     if compiled:
         ways += [_Way("one", True, 1, False), _Way("all", True, images, False), _Way("plain", False, None)]
     else:
-        ways += [_Way("one", False, 1, False), _Way("all", False, images, False)]
+        ways += [_Way("unrolled", False), _Way("one", False, 1, False), _Way("all", False, images, False)]
+    return ways + _plans(layer)
+
+
+def _plans(layer: Any) -> list[_Way]:
+    """Each plan of cuDNN's for each pass, those that are not allowed too; the other passes unroll."""
+    opened, library = layer.context.cudnn, getattr(layer, "library", None)
+    if library is None or not isinstance(opened, Cudnn):
+        return []
+    ways = []
+    for direction in library.served:
+        for index, plan in enumerate(opened.candidates(direction, library.shape)):
+            if not plan.problem:
+                only = OnePlan(opened.frontend, opened.cupy, opened.deterministic, direction=direction, index=index)
+                ways.append(_Way(plan.name, False, cudnn=only, notes=", ".join(plan.notes)))
     return ways
 
 
 def _built(own: Layer, way: _Way, shapes: Sequence[tuple[int, ...]]) -> Layer:
     """A layer of the same message that works in the given way."""
-    context = replace(own.context, compiled=way.compiled, scratch=Scratch(own.xp))
+    context = replace(own.context, compiled=way.compiled, scratch=Scratch(own.xp), cudnn=way.cudnn)
     layer: Any = type(own)(own.spec, context)
     if way.images is not None:
         layer._images = lambda *_: way.images
@@ -111,6 +128,9 @@ def _built(own: Layer, way: _Way, shapes: Sequence[tuple[int, ...]]) -> Layer:
 def describe(layer: Any) -> str:
     """The way in which a convolution works, in words."""
     place = "" if layer.context.compiled else ", portable"
+    library = getattr(layer, "library", None)
+    if library is not None and library.served:
+        return "; ".join(f"{direction} {library.algorithms[direction]}" for direction in library.served)
     if getattr(layer, "_depthwise", False):
         return "direct sums, a channel each" + place
     chunk = "1 image" if layer._step == 1 else f"{layer._step} images"

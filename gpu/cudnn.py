@@ -223,6 +223,24 @@ class Cudnn:
         return self._handle
 
 
+@dataclass
+class OnePlan(Cudnn):
+    """Does one pass by the plan at ``index`` of cuDNN's order, whatever its notes, and the other passes not at all."""
+
+    direction: Pass = "forward"
+    index: int = 0
+
+    def _choose(self, direction: Pass, shape: ConvolutionShape) -> Convolution:
+        if direction != self.direction:
+            raise NoPlanError("another pass is tried")
+        described = self._planned(direction, shape, ())
+        workspace, problem = self._build(described.graph, self.index)
+        if problem:
+            raise NoPlanError(problem)
+        name = described.graph.get_plan_name_at_index(self.index)
+        return Convolution(name, workspace, self.index, described.graph, described.tensors, self._on_current_stream)
+
+
 _opened: dict[bool, Cudnn | str] = {}
 
 

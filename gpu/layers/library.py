@@ -37,6 +37,11 @@ class LibraryConvolution:
         return ""
 
     @property
+    def served(self) -> tuple[Pass, ...]:
+        """The passes that have a plan."""
+        return tuple(self._plans)
+
+    @property
     def whole(self) -> bool:
         """Whether every pass has a plan, so that no windows are ever unrolled."""
         return len(self._plans) == len(PASSES)

@@ -132,6 +132,21 @@ def test_a_net_lists_the_plans_of_its_convolutions(in_use: Cudnn) -> None:
     assert cudnn.candidates(load("conv_depthwise", "portable")[0]) == {}
 
 
+def test_every_plan_is_tried_by_name(in_use: Cudnn) -> None:
+    from gpu.algorithms import try_algorithms
+
+    FakeCudnn.plans = {direction: [OFFERED[1], OFFERED[2], *OFFERED[4:]] for direction in PASSES}
+    rows = list(try_algorithms(load("conv_3x3", "portable")[0], 2, 0))
+    (own,) = (row for row in rows if row.chosen)
+    assert own.algorithm == "; ".join(f"{direction} cuDNN first that is allowed" for direction in PASSES)
+    for direction in PASSES:
+        tried = [row.algorithm for row in rows if row.algorithm.startswith(f"{direction} ") and row is not own]
+        names = ("with atomics (NONDETERMINISTIC)", "first that is allowed", "second that is allowed")
+        assert tried == [f"{direction} cuDNN {name}" for name in names]
+    assert any(row.algorithm.startswith("im2col") for row in rows)
+    assert all(row.identical and row.relative < 1e-5 for row in rows)
+
+
 def test_why_not_is_recorded() -> None:
     for backend, reason in ((Backend("portable", np, "test"), "backend portable"),):
         built = net.Net(str(load("conv_3x3", "portable")[1]["prototxt"]), "TRAIN", backend=backend)
