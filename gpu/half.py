@@ -62,16 +62,16 @@ def _from_half(half: Any, scale: Any) -> Any:
 
 
 @njit
-def _count(before: Any, after: Any, size: Any, normal: Any, infinite: Any, counts: Any) -> None:
-    """Compare float32 bits with those of what they became, whose sizes ``normal`` and ``infinite`` are given."""
+def _count(before: Any, after: Any, counts: Any) -> None:
+    """Compare float32 bits with those of the float16 they became."""
     zero_in = bad_in = zero = small = bad = _U(0)
     for i in range(before.size):
-        old, new = _U(before[i] & _SIZE), _U(_U(after[i]) & size)
+        old, new = _U(before[i] & _SIZE), _U(_U(after[i]) & _HALF_SIZE)
         zero_in = _U(zero_in + (_U(1) if old == _U(0) else _U(0)))
         bad_in = _U(bad_in + (_U(1) if old >= _INF else _U(0)))
         zero = _U(zero + (_U(1) if new == _U(0) else _U(0)))
-        small = _U(small + (_U(1) if new < normal else _U(0)))
-        bad = _U(bad + (_U(1) if new >= infinite else _U(0)))
+        small = _U(small + (_U(1) if new < _HALF_NORMAL else _U(0)))
+        bad = _U(bad + (_U(1) if new >= _HALF_INF else _U(0)))
     counts[0] += bad - bad_in
     counts[1] += zero - zero_in
     counts[2] += small - zero
@@ -90,7 +90,7 @@ def _encode(values: Any, bits: Any, out: Any, counts: Any) -> None:
         stop = start + _BLOCK
         part, halves = bits[start:stop], out[start:stop]
         _encode_block(values[start:stop], part, halves)
-        _count(part, halves, _HALF_SIZE, _HALF_NORMAL, _HALF_INF, counts)
+        _count(part, halves, counts)
 
 
 @njit
@@ -101,19 +101,14 @@ def _decode(halves: Any, scales: Any, out: Any) -> None:
 
 
 @njit
-def _round_block(values: Any, bits: Any, scales: Any, out: Any) -> None:
-    for i in range(values.size):
-        half = _to_half(values[i], bits[i])
-        out[i] = _from_half(half, scales[half >> _U(10)])
-
-
-@njit
-def _round(values: Any, bits: Any, scales: Any, out: Any, out_bits: Any, counts: Any) -> None:
+def _round(values: Any, bits: Any, scales: Any, out: Any, counts: Any) -> None:
+    room = np.empty(min(_BLOCK, values.size), np.uint16)
     for start in range(0, values.size, _BLOCK):
-        stop = start + _BLOCK
-        part = bits[start:stop]
-        _round_block(values[start:stop], part, scales, out[start:stop])
-        _count(part, out_bits[start:stop], _SIZE, _NORMAL, _INF, counts)
+        part = bits[start : start + _BLOCK]
+        halves = room[: part.size]
+        _encode_block(values[start : start + _BLOCK], part, halves)
+        _count(part, halves, counts)
+        _decode(halves, scales, out[start : start + _BLOCK])
 
 
 @njit
@@ -144,8 +139,8 @@ def decode(halves: Array, out: Array) -> None:
 def rounded(values: Array, out: Array, counts: Array) -> None:
     """:func:`encode` and :func:`decode` in one: float32 ``out`` holds ``values`` rounded to float16."""
     if isinstance(values, np.ndarray):
-        flat, flat_out = values.reshape(-1), out.reshape(-1)
-        _round(flat, flat.view(np.uint32), _SCALES, flat_out, flat_out.view(np.uint32), counts)
+        flat = values.reshape(-1)
+        _round(flat, flat.view(np.uint32), _SCALES, out.reshape(-1), counts)
     else:
         _device("round", "float32 y", "y = (float)h;")(values, counts, out)
 
