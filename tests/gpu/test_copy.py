@@ -251,3 +251,19 @@ def test_pinned_and_device_memory_stay_flat_over_a_thousand_batches_of_changing_
     assert len(allocated) == device.staging
     assert max(allocated) < size + 256
     assert device._pinned.nbytes == 0
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_compute_on_a_second_stream_is_refused_where_bits_must_repeat(cupy: Any, deterministic: bool) -> None:
+    with CupyDevice(Backend("cupy", cupy, "test", deterministic), ListRecorder()) as device:
+        for _ in range(2):
+            with device.compute():
+                pass
+        other = FakeStream()
+        cupy.cuda.get_current_stream = lambda: other
+        if deterministic:
+            with pytest.raises(StallscopeError, match="moved to another stream"), device.compute():
+                pass
+        else:
+            with device.compute():
+                pass
