@@ -40,6 +40,7 @@ class NoSolver:
     """Stands where the solver does in a job that only feeds: a step computes nothing and has no loss."""
 
     lr: float | None = None
+    net: Any = None
 
     def take(self, inputs: Mapping[str, Any]) -> None:
         """There is no net that could take them."""
