@@ -99,11 +99,14 @@ def test_lenet_to_the_end() -> None:
 
 @pytest.mark.long
 def test_cifar10_quick_to_the_end() -> None:
-    solver = cifar()
-    for step in range(300):
-        solver.step_on(crops(step))
-    # Not within 1 % of Caffe's 0.96875: initial weights changed by 1e-7 end at 0.952, unchanged ones at 0.944, and are
-    # apart by 0.05 at iteration 100. 480 crops of two photographs decide nothing finer than this.
-    assert distance(solver, by_name(CIFAR / "cifar10_quick_iter_300.caffemodel")) < 0.6
-    result = solver.test(0, (crops(step) for step in range(15)))
-    assert result["accuracy"] == pytest.approx(0.96875, abs=0.05)
+    # Rounding alone parts two correct runs by then: runs whose initial weights differ in the last digit ended between
+    # 0.935 and 0.967. Caffe's one run is a draw of such, so it is compared with the median of five.
+    accuracies = []
+    for seed in range(5):
+        solver, rng = cifar(), np.random.default_rng(seed)
+        for param in solver.net.learnable if seed else ():
+            param.blob.data *= 1 + 1e-7 * rng.standard_normal(param.blob.shape)
+        for step in range(300):
+            solver.step_on(crops(step))
+        accuracies.append(solver.test(0, (crops(step) for step in range(15)))["accuracy"])
+    assert np.median(accuracies) == pytest.approx(0.96875, abs=0.01)
