@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu.backend import Backend
+from gpu.layers import kernels
 from gpu.layers.base import LayerError
 from gpu.layers.loss import LabelOutOfRange
 from gpu.net import Net
@@ -388,3 +389,13 @@ def test_max_pooling_as_torch(kernel: int, stride: int, pads: int, size: int, se
     np.testing.assert_array_equal(y, ty.detach().numpy())
     ty.backward(torch.ones_like(ty))
     np.testing.assert_allclose(net.backward(y=np.ones_like(y))["x"], tx.grad.numpy(), rtol=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.integers(1, 5), size=st.integers(1, 300), add=st.booleans(), seed=st.integers(0, 2**31))
+def test_sums_of_rows_against_float64(rows: int, size: int, add: bool, seed: int) -> None:
+    values = np.random.default_rng(seed).standard_normal((rows, size), np.float32)
+    found = np.full(rows, 7, np.float32)
+    kernels.row_sums(values, found, add)
+    wanted = values.sum(1, dtype=np.float64) + 7 * add
+    np.testing.assert_allclose(found, wanted, atol=1e-6 * (7 + np.abs(values).sum(1).max()))
