@@ -115,7 +115,7 @@ def _round(values: Any, bits: Any, scales: Any, out: Any, counts: Any) -> None:
 def _finite(bits: Any) -> Any:
     bad = 0
     for i in range(bits.size):
-        bad += _U(bits[i] & _SIZE) >= _INF
+        bad += 1 if _U(bits[i] & _SIZE) >= _INF else 0
     return bad == 0
 
 

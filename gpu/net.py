@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from gpu.layout import Layout
 from gpu.lifetimes import Lifetimes, lifetimes
 from gpu.memory import MemoryPlan, shortage
 from gpu.parameters import make_params
+from gpu.passes import Pass, Step
 from gpu.precision import Cast, Precision
 from gpu.precision import check as check_precision
 from gpu.prototxt import filter_net, load_net
@@ -38,21 +39,6 @@ class ParamShapesError(LayerError):
 
 _COMPILED = ("numpy", "emulated")
 """Backends whose arrays the numba kernels can work on."""
-
-
-@dataclass
-class _Step:
-    """A layer with the arrays it works on in backward, and when it does."""
-
-    time: int
-    layer: Layer | Cast
-    bottoms: list[Array]
-    tops: list[Array]
-    top_diffs: list[Array]
-    bottom_diffs: list[Array | None]
-    sums: list[tuple[Array, Array]]
-    param_diffs: list[Array | None]
-    params: list[tuple[int, Blob, Array]]
 
 
 class Net:
@@ -230,8 +216,8 @@ class Net:
 
     def _lay_out(self) -> None:
         """Give every array its place in the block, and make the lists of what forward and backward will do."""
-        self._forward: list[tuple[Layer | Cast, list[Array], list[Array]]] = []
-        self._steps: list[_Step] | None = None
+        self._forward: list[Pass] = []
+        self._steps: list[Step] | None = None
         for home, blob in self._homes.items():
             blob.place(home.shape, None, None, None)  # the old block is free before a new one is taken
         for context in self._contexts.values():
@@ -448,7 +434,7 @@ class Net:
     def _data(self, values: Sequence[Any]) -> list[Array]:
         return [self._homes[value.home]._data for value in values]
 
-    def _plan_backward(self) -> list[_Step]:
+    def _plan_backward(self) -> list[Step]:
         """The list of what backward will do; makes gradients and work space where the net's plan had none."""
         nodes = [node for node in reversed(self._graph.nodes) if node.backward]
         adding, params = Scratch(self.xp), Scratch(self.xp)
@@ -467,7 +453,7 @@ class Net:
         """The gradient's array, whosever numbers it holds."""
         return blob.device_diff if blob._diff is None else blob._diff
 
-    def _step(self, time: int, node: Node, adding: Scratch, params: Scratch) -> _Step:
+    def _step(self, time: int, node: Node, adding: Scratch, params: Scratch) -> Step:
         added = [b.shape for b, adds in zip(node.bottoms, node.adds, strict=True) if adds]
         shapes = [blob.shape for blob in node.layer.blobs]
         if self._backward_from_start:
@@ -486,7 +472,7 @@ class Net:
                 diff = part
             bottom_diffs.append(diff)
         given = list(zip(node.layer.blobs, spaces, node.param_gradients, strict=True))
-        step = _Step(
+        step = Step(
             time,
             node.layer,
             self._data(node.bottoms),

@@ -21,6 +21,7 @@ from gpu.layers.base import Array, Layer, Shape
 from gpu.layers.python import Python
 from gpu.layers.shape import Source
 from gpu.memory import aligned
+from gpu.passes import Pass, Step
 from gpu.wiring import Graph, Node, Value
 from profiler.errors import UsageError
 
@@ -97,8 +98,6 @@ def _only_reads(layer: Layer) -> bool:
     return layer.learned and not isinstance(layer, Python)
 
 
-Pass = tuple[Any, list[Array], list[Array]]
-"""What to call for a layer's forward pass, its bottoms and its tops."""
 Rooms = dict[tuple[Any, str], Array]
 """Float32 arrays by whose they are and which: (home, data or diff), or (node, index of a parameter)."""
 
@@ -228,7 +227,7 @@ class Precision:
             (i, rooms[node, str(i)], self._count(node, str(i)) if counted else self._each[-1]) for i in range(count)
         ]
 
-    def backward(self, node: Node, step: Any) -> None:
+    def backward(self, node: Node, step: Step) -> None:
         """Change a step of the net's plan of backward so that it casts."""
         rooms = self._rooms(node, True)
         if not rooms:
