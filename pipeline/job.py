@@ -360,7 +360,7 @@ class Job:
         return solver
 
     def _describe(self, solver: Any) -> None:
-        """With ``run.log_level: debug``: each layer's shapes, memory, fillers and initial values, as notes and lines."""
+        """With ``run.log_level: debug``: shapes, memory, fillers and initial values of each layer, as notes."""
         if not _log.isEnabledFor(logging.DEBUG):
             return
         from gpu.describe import describe, line
