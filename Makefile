@@ -50,12 +50,14 @@ test-gpu: $(READY)
 	$(PYTEST) tests/cuda -m gpu --timeout 1800
 	$(PY) -m benchmarks.gpu_acceptance --json gpu_acceptance.json
 
-# Records and image files of any bytes, guided by coverage; what ends the run lies in .fuzz/ (see tests/fuzz).
+# Records, image files and pages of an LMDB with any bytes, guided by coverage; what ends the run lies in .fuzz/ (see tests/fuzz).
 FUZZ_SECONDS ?= 600
 fuzz: $(READY)
 	$(PY) -c 'import atheris' 2>/dev/null || $(PIP) --editable '.[fuzz]'
 	$(PY) -m tests.fuzz.fuzz_records .fuzz/corpus -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=1500 \
 		-max_len=4096 -artifact_prefix=.fuzz/
+	$(PY) -m tests.fuzz.fuzz_pages .fuzz/pages -max_total_time=$(FUZZ_SECONDS) -timeout=30 -rss_limit_mb=1500 \
+		-max_len=170 -artifact_prefix=.fuzz/
 
 lint: $(READY)
 	$(PY) -m ruff check .
