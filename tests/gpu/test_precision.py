@@ -147,17 +147,19 @@ def test_every_layer_with_its_memory_reused_and_poisoned() -> None:
     assert {key: count for key, count in counts.items() if key[1] > SCALAR} == {}
 
 
+@pytest.mark.filterwarnings("ignore::gpu.fields.FieldWarning")  # of gradients in place that Caffe gets wrong
 @settings(deadline=None, max_examples=25)
 @given(nets.random_net(), st.booleans())
 def test_random_nets(text: str, reuse: bool) -> None:
     """Poisoned memory reaches no result, whatever is shared, added or worked on in place."""
     one, two = Net(text, "TRAIN", precision="fp16"), Net(text, "TRAIN", precision="fp16", reuse=reuse, poison=True)
     feed = nets.feed(one)
-    for net in (one, two):
-        net.forward_only(**feed)
-        net.clear_param_diffs()
-        net.backward_only()
-    assert one.loss == two.loss
+    with np.errstate(all="ignore"):  # products of products may overflow
+        for net in (one, two):
+            net.forward_only(**feed)
+            net.clear_param_diffs()
+            net.backward_only()
+    assert np.array_equal(one.loss, two.loss, equal_nan=True)
     for a, b in zip(one.learnable, two.learnable, strict=True):
         assert np.array_equal(a.blob.diff, b.blob.diff, equal_nan=True), a.name
     assert np.array_equal(one.precision.counts(), two.precision.counts())
