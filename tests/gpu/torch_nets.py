@@ -17,7 +17,8 @@ class Parts:
     """Layers by name, in float64: the weights are copies of a net of ours, so are its dropout masks.
 
     A ReLU whose input is 0 but for rounding goes one way in float32 and the other in float64, which moves a gradient of
-    n values by about 1 / sqrt(n). Every ReLU here takes the side that ours took, and refuses where that is no rounding.
+    n values by about 1 / sqrt(n). Every ReLU here takes the side that ours took, and refuses where that is no rounding;
+    max pooling likewise takes the place that ours took of values that are equal but for rounding.
     """
 
     def __init__(self, net: Any, train: bool) -> None:
@@ -33,6 +34,8 @@ class Parts:
         }
         rectified = [net.blobs[layer.spec.top[0]].data > 0 for layer in net.layers if layer.type == "ReLU"]
         self._sides = iter([torch.tensor(side) for side in rectified])
+        pools = [layer for layer in net.layers if layer.type == "Pooling" and layer.spec.pooling_param.pool == 0]
+        self._places = iter([torch.tensor(layer._index, dtype=torch.int64) for layer in pools])
         self._masks = {
             layer.name: torch.tensor(layer._mask, dtype=torch.float64)
             for layer in net.layers
@@ -61,7 +64,10 @@ class Parts:
         return x * self._masks[name].reshape(x.shape) if self.train else x
 
     def largest(self, x: Any, kernel: int, stride: int, pad: int = 0) -> Any:
-        return self._f.max_pool2d(x, kernel, stride, pad, ceil_mode=True)  # Caffe rounds sizes up
+        y = self._f.max_pool2d(x.detach(), kernel, stride, pad, ceil_mode=True)  # Caffe rounds sizes up
+        ours = x.flatten(2).gather(2, next(self._places).reshape(*y.shape[:2], -1)).reshape(y.shape)
+        assert float((y - ours.detach()).abs().max()) <= 1e-4 * float(y.pow(2).mean().sqrt())
+        return ours
 
     def mean(self, x: Any, kernel: int, stride: int) -> Any:
         return self._f.avg_pool2d(x, kernel, stride, ceil_mode=True)
