@@ -118,6 +118,7 @@ _READ_AFTER_WRITING = ("BNLL", "Clip", "ELU", "Log", "Power", "ReLU")
 """Types that Caffe lets write over their input and whose gradient it then takes from the output."""
 IN_PLACE = "written in place; Caffe takes the gradient from the output, here it is taken from the input"
 _MVN_EPS = 1e-3
+NO_GRADIENT = "labels, selectors and indices have none; Caffe ends in most such layers"
 
 
 def build_layers(filtered: FilteredNet, context: Context) -> list[Layer]:
@@ -150,8 +151,12 @@ def build_layers(filtered: FilteredNet, context: Context) -> list[Layer]:
             errors.append(error)
             continue
         layers.append(layer)
-        if caffe_reads_what_it_wrote(layer) and filtered.phase == "TRAIN":
-            notes[IN_PLACE].append(spec.name)
+        if filtered.phase == "TRAIN":
+            if caffe_reads_what_it_wrote(layer):
+                notes[IN_PLACE].append(spec.name)
+            for i, wanted in enumerate(spec.propagate_down[: len(spec.bottom)]):
+                if wanted and layer.differentiable and not layer.allows_gradient(i):
+                    notes[f"propagate_down: true has no effect on {spec.bottom[i]!r}: {NO_GRADIENT}"].append(spec.name)
     if errors:
         raise _all(filtered.net.name, errors)
     for note, names in notes.items():
@@ -168,7 +173,10 @@ def check_solver(solver: Any, backend: str) -> None:
         _warn(f"solver_mode: {mode} has no effect: the backend decides, and it is {backend}", [])
     for field, why in (
         ("device_id", "the backend's current device is used"),
-        ("debug_info", "blobs and gradients are there to look at: net.blobs, net.params"),
+        (
+            "debug_info",
+            "run.log_level: debug lists the layers at the start; see also net.blobs, net.params",
+        ),
         ("test_compute_loss", "give the loss in the test net a top, and its mean is shown with the other outputs"),
         ("layer_wise_reduce", "one process trains, so nothing is reduced"),
     ):

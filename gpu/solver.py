@@ -21,6 +21,7 @@ from gpu.lr_policy import LrPolicy
 from gpu.net import Net
 from gpu.prototxt import read_message
 from gpu.solverstate import SolverState, find_weights, read_state, write_state
+from gpu.start import warn_of_start
 from gpu.update import Rule, Updater
 from profiler import recorder
 from profiler.errors import StallscopeError, UsageError
@@ -82,6 +83,7 @@ class Solver:
             seed = int(self.param.random_seed)
         self.seed = seed
         self.iter = 0
+        self._begun = False
         if isinstance(net, Net):
             self.net = net
             self.backend = net.backend
@@ -130,6 +132,9 @@ class Solver:
 
         Raises UsageError where the number of sub-batches is another.
         """
+        if not self._begun:  # before this, weights may still be loaded
+            self._begun = True
+            warn_of_start(self.net)
         now = recorder.current()
         # Random masks count forward passes; from here they follow from the step, so a resumed run draws the same.
         self.net.iteration = self.iter * self.rule.iter_size

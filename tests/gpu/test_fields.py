@@ -11,7 +11,7 @@ import pytest
 from datasets import caffe_pb2
 from gpu import fields
 from gpu.blob import Blob
-from gpu.fields import FieldWarning, SettingsError
+from gpu.fields import NO_GRADIENT, FieldWarning, SettingsError
 from gpu.layers import labels, registry
 from gpu.net import Net
 from gpu.solver import Solver
@@ -103,6 +103,23 @@ def test_gradients_that_caffe_gets_wrong_in_place(phase: str) -> None:
         warnings.simplefilter("always")
         Net(text, phase)
     assert [str(warning.message)[:9] for warning in caught] == (["layer 'L'"] if phase == "TRAIN" else [])
+
+
+@pytest.mark.parametrize(
+    ("phase", "given", "told"), [("TRAIN", "true", True), ("TRAIN", "false", False), ("TEST", "true", False)]
+)
+def test_a_gradient_is_asked_for_where_there_is_none(phase: str, given: str, told: bool) -> None:
+    text = (
+        INPUT
+        + f"""layer {{ name: "t" type: "Input" top: "t" input_param {{ shape {{ dim: 2 dim: 4 dim: 4 }} }} }}
+        layer {{ name: "L" type: "SoftmaxWithLoss" bottom: "x" bottom: "t" top: "l"
+          propagate_down: true propagate_down: {given} }}"""
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Net(text, phase)
+    found = [str(warning.message) for warning in caught]
+    assert found == (["layer 'L': propagate_down: true has no effect on 't': " + NO_GRADIENT] if told else [])
 
 
 def test_fields_of_the_net() -> None:
