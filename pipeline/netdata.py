@@ -54,6 +54,9 @@ def complete(document: dict[str, Any], base: Path) -> Config:
             _shuffle(data, phase, layer, notes)
     _check_data(document, data, solver)
     config = validate(document)
+    if config.device.precision == "fp32":
+        idle = [key for key in ("keep_fp32", "loss_scale") if key in config.device.model_fields_set]
+        notes += [f"device.{key} has no effect: device.precision is fp32" for key in idle]
     return config.with_notes(*dict.fromkeys(notes))  # one layer may serve both phases
 
 

@@ -21,8 +21,14 @@ GOLDEN = Path(__file__).parents[1] / "data" / "layers"
 # The second one takes the code path of devices: the same source, with NumPy's arrays in place of cupy's.
 BACKENDS = {"compiled": Backend("numpy", np, "test"), "portable": Backend("portable", np, "test")}
 REFUSED = {"pool_max_k2s3_EMPTYWINDOW", "pool_ave_k2s3_EMPTYWINDOW", "bn_test_zero_factor", "dropout_train"}
-# These move values about without arithmetic that could round otherwise than Caffe's (sums of two, or in its order).
-EXACT = {"argmax", "argmax_top3_val", "batch_reindex", "filter", "im2col", "spp"}
+LIMIT = 1e-5
+"""Relative L2 of an array of one layer. In float32 a sum of k terms is off by about sqrt(k) * 6e-8 from one in another
+order, and exp and log of two libraries by some units in the last place: 4e-7 at worst, the rest is for other BLASes."""
+# These move, compare or count values, without arithmetic that could round otherwise than Caffe's.
+MOVERS = (
+    *("absval", "acc", "argmax", "batch_reindex", "clip", "concat", "dropout_test", "elt_max", "filter", "flatten"),
+    *("im2col", "pool_max_k2s2", "relu", "reshape", "slice", "split", "spp", "threshold"),
+)
 CASES = sorted(path.stem for path in GOLDEN.glob("*.npz") if path.stem not in REFUSED)
 
 
@@ -95,7 +101,7 @@ def check_as_caffe(case: str, net: Net, golden: dict[str, np.ndarray]) -> None:
     assert found
     for what, (have, want) in found.items():
         assert have.shape == want.shape, what
-        assert error(have, want) <= (0 if case in EXACT else 1e-5), what
+        assert error(have, want) <= (0 if case.startswith(MOVERS) else LIMIT), what
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

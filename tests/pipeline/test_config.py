@@ -50,6 +50,16 @@ def test_prototxts_supply_what_the_yaml_leaves_out(job: Path) -> None:
     assert config.notes == ()
 
 
+def test_settings_of_fp16_beside_fp32_are_noted(job: Path) -> None:
+    document = "solver: solver.prototxt\ndevice: {keep_fp32: [ip], loss_scale: 8, precision: PRECISION}\n"
+    job.write_text(document.replace("PRECISION", "fp32"))
+    assert load(job).notes == tuple(
+        f"device.{key} has no effect: device.precision is fp32" for key in ("keep_fp32", "loss_scale")
+    )
+    job.write_text(document.replace("PRECISION", "fp16"))
+    assert load(job).notes == ()
+
+
 def test_the_yaml_wins_and_says_so(job: Path) -> None:
     job.write_text(
         "solver: solver.prototxt\n"
