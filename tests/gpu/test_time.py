@@ -72,10 +72,21 @@ def test_every_layer_is_timed_and_repeats_agree(net: Path, capsys: pytest.Captur
 
 
 def test_a_net_in_test_has_no_backward(net: Path) -> None:
-    net.write_text(NET.replace('type: "BatchNorm"', 'type: "TanH"'))  # without statistics it cannot run in TEST
     found = run(net, "--phase", "TEST")
     assert found["total"]["backward_ms"] is None
     assert all(row["backward_ms"] is None for row in found["layers"])
+
+
+def test_statistics_are_made_up_where_none_are_given(net: Path) -> None:
+    trained = quiet_net(str(net), "TRAIN", seed=3)
+    trained.forward(**random_inputs(trained._graph, 0))
+    trained.save(net.parent / "w.caffemodel")
+    made_up = [blob.data for blob in quiet_net(str(net), "TEST").params["bn"]]
+    assert [float(blob.mean()) for blob in made_up] == [0, 1, 1]
+    given = quiet_net(str(net), "TEST", str(net.parent / "w.caffemodel"))
+    for blob, theirs in zip(given.params["bn"], trained.params["bn"], strict=True):
+        np.testing.assert_array_equal(blob.data, theirs.data)
+    assert not quiet_net(str(net), "TRAIN").params["bn"][2].data.any()
 
 
 def test_the_state_is_that_of_the_start_in_every_pass(net: Path) -> None:
