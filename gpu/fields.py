@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from gpu.fillers import FillerError
 from gpu.layers import registry
 from gpu.layers.base import Context, Layer, LayerError
 from gpu.layers.python import import_types
@@ -231,6 +232,10 @@ def _refused(spec: Any, phase: str) -> Iterator[StallscopeError]:
         yield LayerError(
             f"{where}: a phase of its own is not supported", expected=f"{phase}, the net's", found=PHASES[spec.phase]
         )
+    for name, filler in _fillers(spec):
+        if filler.type not in _FILLER_FIELDS:
+            known = ", ".join(_FILLER_FIELDS)
+            yield FillerError(f"{where}: {name} is of unknown type", expected=known, found=filler.type)
     for message, first, second in (
         ("slice_param", "slice_dim", "axis"),
         ("dummy_data_param", "shape", "num"),
@@ -263,21 +268,22 @@ def _notes(spec: Any) -> Iterator[str]:
         if field.name not in own:
             yield f"{field.name} has no effect on the type {spec.type}"
             continue
-        for inner, given in value.ListFields():
-            name = f"{field.name}.{inner.name}"
+        for inner, _ in value.ListFields():
             if inner.name in NO_EFFECT:
-                yield f"{name} has no effect: {NO_EFFECT[inner.name]}"
-            if inner.message_type is not None and inner.message_type.name == "FillerParameter":
-                for filler in given if inner.is_repeated else [given]:
-                    yield from _filler_notes(name, filler)
+                yield f"{field.name}.{inner.name} has no effect: {NO_EFFECT[inner.name]}"
+    for name, filler in _fillers(spec):
+        for inner, _ in filler.ListFields():
+            if inner.name != "type" and inner.name not in _FILLER_FIELDS.get(filler.type, (inner.name,)):
+                yield f"{name}.{inner.name} has no effect on the filler {filler.type!r}"
     yield from _type_notes(spec)
 
 
-def _filler_notes(name: str, filler: Any) -> Iterator[str]:
-    used = _FILLER_FIELDS.get(filler.type)
-    for field, _ in filler.ListFields():
-        if used is not None and field.name != "type" and field.name not in used:
-            yield f"{name}.{field.name} has no effect on the filler {filler.type!r}"
+def _fillers(spec: Any) -> Iterator[tuple[str, Any]]:
+    """The fillers given in the messages that the type reads, by ``message.field``."""
+    for message in OWN.get(spec.type, ()):
+        for field, given in getattr(spec, message).ListFields():
+            if field.message_type is not None and field.message_type.name == "FillerParameter":
+                yield from ((f"{message}.{field.name}", filler) for filler in (given if field.is_repeated else [given]))
 
 
 def _type_notes(spec: Any) -> Iterator[str]:

@@ -30,9 +30,10 @@ def test_all_problems_are_told_at_once_before_anything_is_allocated(monkeypatch:
         layer { name: "e" type: "Eltwise" bottom: "p" top: "e" }
         layer { name: "s" type: "Slice" bottom: "p" top: "a" top: "b" slice_param { slice_dim: 1 axis: 1 } }
         layer { name: "i" type: "InnerProduct" bottom: "a" top: "i" inner_product_param { num_output: 1 }
-          blobs { data: 1 } phase: TRAIN }"""
+          blobs { data: 1 } phase: TRAIN }
+        layer { name: "f" type: "PReLU" bottom: "a" top: "f" prelu_param { filler { type: "zeros" } } }"""
     )
-    with pytest.raises(SettingsError, match="7 things cannot be followed") as caught:
+    with pytest.raises(SettingsError, match="8 things cannot be followed") as caught:
         Net(text)
     told = str(caught.value)
     for part in (
@@ -43,9 +44,10 @@ def test_all_problems_are_told_at_once_before_anything_is_allocated(monkeypatch:
         "'s' (Slice): slice_dim and axis exclude each other",
         "'i' (InnerProduct): blobs in a prototxt",
         "'i' (InnerProduct): a phase of its own",
+        "'f' (PReLU): prelu_param.filler is of unknown type",
     ):
         assert part in told
-    assert len(caught.value.errors) == 7
+    assert len(caught.value.errors) == 8
 
 
 @pytest.mark.parametrize(
