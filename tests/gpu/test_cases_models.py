@@ -1,7 +1,7 @@
 """Cases D11 to D13 of the list of things that go wrong: weights that do not fit, wrong files, big files, full disks.
 
-D1 is in test_upgrade.py; D3 and D4 in test_net.py; D6 in test_fillers.py; D7 and D8 in test_layers.py; the rest of D12
-(data position, bits of a resumed run) in tests/e2e.
+D1 is in test_upgrade.py; D3 and D4 in test_net.py; D6 in test_fillers.py and test_start.py; D7 and D8 in
+test_layers.py; the rest of D12 (data position, bits of a resumed run) in tests/e2e.
 """
 
 from __future__ import annotations
