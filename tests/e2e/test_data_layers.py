@@ -94,8 +94,7 @@ def test_the_cost_of_a_python_data_layer_is_feed_and_not_compute(place: Path) ->
     weights(place, "--feed.workers=1", f"--data.train.param={param}")
     found = report(place / "run0")
     making, parts = found["making"]["ms_per_batch"], found["partition"]
-    assert making["read"] >= 4 * 20  # that is what it sleeps
-    assert making["read"] > 0.5 * sum(making.values())
+    assert making["read"] > 0.5 * sum(making.values())  # not all it sleeps: what it waited for a CPU is told apart
     assert making["storage"] < 0.1 * making["read"]  # sleeping is no waiting for storage
     assert parts["feed_wait"] > 3 * parts["compute"]
     data = {stall["where"]: stall["seconds"] for stall in reversed(found["stalls"]) if stall["side"] == "data"}
