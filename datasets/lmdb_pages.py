@@ -177,10 +177,11 @@ class Pages:
 
     def _take(self, number: int, pages: int) -> int | None:
         """Mark pages as used; the first that was used before, if any. Those beyond the file are nobody's."""
+        if number >= len(self.seen):  # up to 2**64 - 1 in a damaged file, more than an offset may be
+            return None
         found = self.seen.find(b"\1", number, number + pages)
         pages = min(pages, len(self.seen) - number)
-        if pages > 0:
-            self.seen[number : number + pages] = b"\1" * pages
+        self.seen[number : number + pages] = b"\1" * pages
         return None if found < 0 else found
 
 

@@ -63,9 +63,7 @@ def depthwise_weights(own: Launcher, windows: Windows, x: Array, dy: Array, dw: 
     own.launch("sum_rows", dw.size, sums, dw, sums.shape[-1])
 
 
-def lrn_forward(
-    own: Launcher, x: Array, scale: Array, y: Array, half: int, alpha: Any, base: Any, beta: Any
-) -> None:
+def lrn_forward(own: Launcher, x: Array, scale: Array, y: Array, half: int, alpha: Any, base: Any, beta: Any) -> None:
     """y[n, C, H, W] and the ``scale`` that its gradient needs."""
     own.launch("lrn_forward", x.size, x, scale, y, x.shape[1], math.prod(x.shape[2:]), half, alpha, base, beta)
 
