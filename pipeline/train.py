@@ -31,6 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--address", help="join this Ray cluster ('auto': the one of this machine); default: own local Ray"
     )
     parser.add_argument("--keys", action="store_true", help="list every key with its allowed values and exit")
+    parser.add_argument(
+        "--log-level",
+        dest="run.log_level",
+        action="append",
+        default=[],
+        metavar="LEVEL",
+        help="short for --run.log_level: debug lists each layer's shape, memory, filler and initial values",
+    )
     for key, _description in keys():
         # known to the parser only so that it does not take a flag's value for the configuration file
         parser.add_argument(f"--{key}", action="append", default=[], help=argparse.SUPPRESS)
