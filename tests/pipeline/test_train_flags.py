@@ -17,5 +17,10 @@ def test_the_log_level_has_a_short_flag(flags: list[str], monkeypatch: pytest.Mo
     monkeypatch.setattr("pipeline.run.run", lambda config, address: seen.append(config) or 0)
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    assert train.main(["--data.train.source=x", "--data.train.batch=4", "--device.backend=emulated", *flags]) == 0
+    assert (
+        train.main(
+            ["--data.train.source=x", "--data.train.batch=4", "--device.backend=emulated", "--run.iterations=1", *flags]
+        )
+        == 0
+    )
     assert seen[0].run.log_level == "debug"
