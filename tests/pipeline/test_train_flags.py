@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline import train
+
+DATABASE = Path(__file__).parents[1] / "data" / "db" / "mnist_test_lmdb"
 
 
 @pytest.mark.parametrize("flags", [["--log-level", "debug"], ["--log-level=debug"], ["--run.log_level", "debug"]])
@@ -19,7 +22,13 @@ def test_the_log_level_has_a_short_flag(flags: list[str], monkeypatch: pytest.Mo
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     assert (
         train.main(
-            ["--data.train.source=x", "--data.train.batch=4", "--device.backend=emulated", "--run.iterations=1", *flags]
+            [
+                f"--data.train.source={DATABASE}",
+                "--data.train.batch=4",
+                "--device.backend=emulated",
+                "--run.iterations=1",
+                *flags,
+            ]
         )
         == 0
     )
