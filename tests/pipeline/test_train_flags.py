@@ -20,16 +20,6 @@ def test_the_log_level_has_a_short_flag(flags: list[str], monkeypatch: pytest.Mo
     monkeypatch.setattr("pipeline.run.run", lambda config, address: seen.append(config) or 0)
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    assert (
-        train.main(
-            [
-                f"--data.train.source={DATABASE}",
-                "--data.train.batch=4",
-                "--device.backend=emulated",
-                "--run.iterations=1",
-                *flags,
-            ]
-        )
-        == 0
-    )
+    feeds = ["--data.train.batch=4", "--device.backend=emulated", "--run.iterations=1"]
+    assert train.main([f"--data.train.source={DATABASE}", *feeds, *flags]) == 0
     assert seen[0].run.log_level == "debug"
