@@ -178,7 +178,7 @@ def _mean_shape(path: Path) -> tuple[int, ...]:
         import numpy as np
 
         try:
-            return tuple(np.load(path, mmap_mode="r").shape)
+            return tuple(np.load(path, mmap_mode="r", allow_pickle=False).shape)
         except (OSError, ValueError) as error:
             raise StallscopeError(f"mean_file {path} is no array: {error}") from error
     blob = caffe_pb2.BlobProto()

@@ -23,7 +23,13 @@ LITTLE = Amount(repeats=2, steps=6, scale=0.02, cases=5)
 NUMPY = Backend("numpy", np, "test")
 
 
-@pytest.mark.parametrize("part", sorted(set(gpu_parts.PARTS) - {"solvers"}))
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(part, marks=pytest.mark.long) if part == "ceilings" else part
+        for part in sorted(set(gpu_parts.PARTS) - {"solvers"})
+    ],
+)
 def test_each_part_on_numpy(part: str) -> None:
     found = gpu_parts.PARTS[part](NUMPY, LITTLE)
     assert found["ok"], found

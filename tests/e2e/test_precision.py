@@ -59,6 +59,7 @@ def test_worker_processes_change_no_bit(
     assert result(tmp_path / "run") == reference
 
 
+@pytest.mark.long
 def test_a_run_that_was_resumed_changes_no_bit_and_goes_on_with_its_scale(
     databases: Databases, solver: Path, reference: list[str], tmp_path: Path
 ) -> None:

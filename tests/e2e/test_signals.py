@@ -23,8 +23,15 @@ def _job(databases: Databases, folder: Path, engine: str) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", ["inline", pytest.param("ray", marks=pytest.mark.ray)])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code", "engine"),
+    [
+        (signal.SIGINT, 130, "inline"),
+        (signal.SIGTERM, 143, "inline"),
+        pytest.param(signal.SIGINT, 130, "ray", marks=[pytest.mark.ray, pytest.mark.long]),
+        pytest.param(signal.SIGTERM, 143, "ray", marks=pytest.mark.ray),
+    ],
+)
 def test_a_signal_ends_the_step_and_leaves_a_snapshot_and_a_report(
     databases: Databases, tmp_path: Path, number: signal.Signals, code: int, engine: str
 ) -> None:
