@@ -68,7 +68,7 @@ def test_changing_sizes_train_and_test_with_the_same_bits(tmp_path: Path) -> Non
     memory = store.load_run(tmp_path / "inline").memory
     reserved = np.asarray(memory.column("reserved"))
     assert memory.column("step").to_pylist() == list(range(24))
-    assert (np.diff(reserved) >= -4096).all()  # the net never shrinks; what layers keep may move by bytes
+    assert (np.diff(reserved) >= 0).all()
     assert (reserved[12:] == reserved[-1]).all()  # after each size was seen twice nothing moves any more
 
 
