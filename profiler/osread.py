@@ -216,16 +216,22 @@ def cgroup_memory() -> CgroupMemory | Missing:
 
 
 def available_memory() -> int:
-    """Bytes that can be taken now: of the machine, or of the control group where that is less."""
+    """Bytes that can be taken now: of the machine, or of a control group (or one around it) where that is less."""
     import psutil
 
     room: int = psutil.virtual_memory().available
-    group = cgroup_memory()
-    if isinstance(group, CgroupMemory) and group.limit is not None:
-        text = _read(_cgroup("") / "memory.stat")
-        fields = dict(line.split() for line in text.splitlines()) if isinstance(text, str) else {}
-        # page cache is given up when needed
-        room = min(room, group.limit - group.used + int(fields.get("inactive_file", 0)))
+    for folder, used_name, limit_name, prefix in (
+        (_cgroup(""), "memory.current", "memory.max", ""),
+        (_cgroup("memory"), "memory.usage_in_bytes", "memory.limit_in_bytes", "total_"),
+    ):
+        while folder.is_relative_to("/sys/fs/cgroup"):
+            used, limit, text = (_read(folder / name) for name in (used_name, limit_name, "memory.stat"))
+            if isinstance(used, str) and isinstance(limit, str) and limit.strip().isdigit():
+                fields = dict(line.split() for line in text.splitlines()) if isinstance(text, str) else {}
+                # Page cache is given up when needed, also what was read more than once.
+                cache = sum(int(fields.get(f"{prefix}{state}_file", 0)) for state in ("inactive", "active"))
+                room = min(room, int(limit) - int(used) + cache)
+            folder = folder.parent
     return max(0, room)
 
 

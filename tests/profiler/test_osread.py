@@ -113,6 +113,32 @@ def test_control_group_version_1(files: dict[str, str]) -> None:
     assert osread.cgroup_cpus() is None
 
 
+@pytest.mark.parametrize(
+    ("controller", "used", "limit", "cache"),
+    [
+        ("", "memory.current", "memory.max", "{}_file"),
+        ("memory", "memory.usage_in_bytes", "memory.limit_in_bytes", "total_{}_file"),
+    ],
+)
+def test_room_under_a_limit_counts_page_cache_as_free(
+    files: dict[str, str], monkeypatch: pytest.MonkeyPatch, controller: str, used: str, limit: str, cache: str
+) -> None:
+    """Version 2 and version 1, with the limit at the process's own group and at one around it."""
+    root = Path("/sys/fs/cgroup") / controller
+    monkeypatch.setattr(osread, "_cgroup", lambda name: (root if name == controller else Path("/nowhere")) / "pod/app")
+    for group, bound in (("pod", "max" if not controller else str(2**63 - 4096)), ("pod/app", str(64 << 20))):
+        files[f"{root}/{group}/{used}"] = f"{60 << 20}\n"
+        files[f"{root}/{group}/{limit}"] = f"{bound}\n"
+        files[f"{root}/{group}/memory.stat"] = f"{cache.format('inactive')} {30 << 20}\n"
+    assert osread.available_memory() == 34 << 20
+    files[f"{root}/pod/app/memory.stat"] += f"{cache.format('active')} {10 << 20}\nshmem {9 << 20}\n"
+    assert osread.available_memory() == 44 << 20
+    files[f"{root}/pod/{limit}"] = f"{40 << 20}\n"
+    assert osread.available_memory() == 10 << 20
+    files[f"{root}/pod/memory.stat"] = ""
+    assert osread.available_memory() == 0
+
+
 def test_nothing_readable_gives_reasons_and_no_zeros(files: dict[str, str]) -> None:
     readings = [osread.cgroup_throttling(), osread.cgroup_memory(), osread.cgroup_cpus(), osread.smaps()]
     assert all(isinstance(reading, Missing) and reading.reason for reading in readings)
