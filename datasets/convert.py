@@ -22,6 +22,7 @@ from datasets.convert_work import folder_of
 from datasets.image_file import MAX_PIXELS
 from datasets.manifest import Manifest
 from datasets.source import show_text
+from datasets.targets import check_apart
 from profiler.cli import EXIT_NOT_FINE, EXIT_OK, Parser, run
 
 _LISTED = 20
@@ -85,6 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options=_recorded(arguments),
     )
     check_names(plan)
+    for source in arguments.sources:
+        if os.path.isdir(source):  # what is written would change it, and might be taken for a part of it next time
+            check_apart(plan.out, source)
     if not folder_of(plan.out).exists() and not may_be_there(plan):
         check_targets(plan)  # before a large source is read
     inputs = _open(arguments, plan)

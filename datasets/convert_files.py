@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import stat
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,7 +68,10 @@ class ImageFiles(Inputs):
             raise InputError(self.bad[index])
         path = self.root / self.names[index]
         try:
-            if path.stat().st_size > MAX_FILE_BYTES:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for ever
+                raise InputError(f"{path} is {not_a_file(status)}")
+            if status.st_size > MAX_FILE_BYTES:
                 raise InputError(too_large(path))
             stored = path.read_bytes()
         except OSError as error:
@@ -91,6 +95,11 @@ def stamp(status: os.stat_result | None) -> int:
     return hash((status.st_size, status.st_mtime_ns)) % 2**64 if status else 0
 
 
+def not_a_file(status: os.stat_result) -> str:
+    """What is said of something that is no plain file."""
+    return "a folder" if stat.S_ISDIR(status.st_mode) else "no plain file"
+
+
 def too_large(path: Path) -> str:
     """What is said of a file that is larger than an image file can be."""
     return f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB: that is no image file"
@@ -106,7 +115,7 @@ def open_images(folder: Path, options: ImageOptions) -> ImageFiles:
     remarks = Remarks()
     loose: list[str] = []
     found = []
-    for name in _walk(folder):
+    for name in _walk(folder, remarks):
         if Path(name).suffix.lower() not in IMAGE_SUFFIXES:
             remarks.add("files left alone, as their names do not end like those of images", name)
         elif os.sep not in name:
@@ -140,16 +149,26 @@ def open_images(folder: Path, options: ImageOptions) -> ImageFiles:
     return inputs
 
 
-def _walk(folder: Path) -> Iterator[str]:
+def _walk(folder: Path, remarks: Remarks) -> Iterator[str]:
     """All files under ``folder`` but hidden ones, relative to it, in the order of their names."""
-    seen: set[str] = set()
+    first: dict[str, Path] = {}
+    above: dict[str, frozenset[str]] = {}
     for place, folders, names in os.walk(folder, followlinks=True, onerror=_unreadable):
-        if os.path.realpath(place) in seen:  # a link that leads back
+        real, relative = os.path.realpath(place), Path(place).relative_to(folder)
+        ways = above.pop(place, frozenset())
+        if real in ways:
+            remarks.add("links that lead back to a folder above them, not followed", str(relative))
             folders.clear()
             continue
-        seen.add(os.path.realpath(place))
+        before = first.setdefault(real, relative)
+        if before != relative:
+            remarks.add("folders that are there again by a link, so their images are, too", f"{relative} (as {before})")
+        hidden = [name for name in (*folders, *names) if name.startswith(".")]
+        for name in sorted(hidden):
+            if name in folders or Path(name).suffix.lower() in IMAGE_SUFFIXES:
+                remarks.add("hidden files and folders, left alone", str(relative / name))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        relative = Path(place).relative_to(folder)
+        above.update((os.path.join(place, name), ways | {real}) for name in folders)
         yield from (str(relative / name) for name in sorted(names) if not name.startswith("."))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from datasets.convert_files import ImageFiles, too_large
+from datasets.convert_files import ImageFiles, not_a_file, too_large
 from datasets.convert_inputs import INT32, MAX_FILE_BYTES, ImageOptions, InputError, Problems, Remarks
 
 _WHOLE = re.compile(r"[+-]?[0-9]+")
@@ -183,7 +183,7 @@ def _status(path: Path) -> os.stat_result:
             ) from None
         raise ValueError(f"{path}: {error.strerror}") from None
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is {'a folder' if stat.S_ISDIR(status.st_mode) else 'no plain file'}")
+        raise ValueError(f"{path} is {not_a_file(status)}")
     if status.st_size == 0:
         raise ValueError(f"{path} is empty")
     if status.st_size > MAX_FILE_BYTES:

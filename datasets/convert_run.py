@@ -245,6 +245,9 @@ class _Run:
                 )
         except StallscopeError as error:
             if not self.plan.skip:
+                if "--on-error" not in (error.hint or ""):
+                    way_out = "--on-error skip leaves it out (exit code 1)"
+                    error.hint = f"{error.hint}; {way_out}" if error.hint else way_out
                 raise
             reason = str(error).splitlines()[0]
             self._note(reason)

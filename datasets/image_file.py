@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import struct
 import threading
 from collections.abc import Iterator
@@ -38,8 +39,8 @@ CERTAIN = ("jpeg", "png", "gif", "tiff", "webp")
 """Kinds whose mark is long enough to believe it where a record's flag does not say that it is an image file."""
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # TIFF tags
 _TOO_LARGE = (
-    "nothing was decoded. If the image is what it says, shrink it when you convert it, or raise data.max_pixels of the "
-    "job (--max-pixels of inspect)"
+    "nothing was decoded. If the image is what it says, shrink it with another program, or raise data.max_pixels of "
+    "the job that reads it (--max-pixels of inspect)"
 )
 _lifting = threading.Lock()
 NATIVE = ("L", "RGB")
@@ -166,7 +167,7 @@ def _opened(data: bytes | memoryview, where: object, kind: str, most: int) -> An
         raise ImageDecodeError(
             f"{where}: the image is too large",
             expected=f"at most {most:,} pixels",
-            found=str(error),
+            found=f"{int(''.join(re.findall(r'size .([0-9]+) pixels', str(error))) or 0):,}",
             hint=_TOO_LARGE,
         ) from error
     except Exception as error:

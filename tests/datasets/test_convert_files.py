@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -459,3 +460,67 @@ def test_a_folder_of_thousands_of_files_takes_little_memory(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.splitlines()[-1].split()[0]) < 60 << 10
+
+
+def test_a_folder_that_a_link_names_again_is_a_class_too_and_is_told(tmp_path: Path, capsys) -> None:
+    for name in ("cat/a.png", "dog/b.png"):
+        picture(tmp_path / "in" / name)
+    (tmp_path / "in" / "tabby").symlink_to("cat")
+    (tmp_path / "in" / "dog" / "up").symlink_to("..")
+    picture(tmp_path / "shared" / "s.png")
+    for name in ("cat", "dog"):
+        (tmp_path / "in" / name / "shared").symlink_to(tmp_path / "shared")
+    assert run("images", tmp_path / "in", tmp_path / "out", "--shuffle", "off") == 0
+    made = [(record.key[9:].decode(), datum.parse(record.value).label) for record in records(tmp_path / "out")]
+    assert made == [
+        ("cat/a.png", 0), ("cat/shared/s.png", 0), ("dog/b.png", 1), ("dog/shared/s.png", 1), ("tabby/a.png", 2),
+        ("tabby/shared/s.png", 2),
+    ]  # fmt: skip
+    told = capsys.readouterr().err
+    assert "links that lead back to a folder above them, not followed: dog/up" in told
+    assert "tabby (as cat)" in told
+    assert "dog/shared (as cat/shared)" in told
+
+
+def test_hidden_images_are_left_alone_and_told(tmp_path: Path, capsys) -> None:
+    for name in ("cat/a.png", "cat/._a.png", ".thumbs/x/b.png", "cat/.notes"):
+        picture(tmp_path / "in" / name) if name.endswith("png") else (tmp_path / "in" / name).touch()
+    assert run("images", tmp_path / "in", tmp_path / "out") == 0
+    assert [record.key for record in records(tmp_path / "out")] == [b"00000000_cat/a.png"]
+    assert "hidden files and folders, left alone: .thumbs, cat/._a.png\n" in capsys.readouterr().err
+
+
+def test_a_pipe_among_the_images_is_no_image_and_nobody_waits_for_it(tmp_path: Path, capsys) -> None:
+    picture(tmp_path / "in" / "c" / "a.png")
+    os.mkfifo(tmp_path / "in" / "c" / "b.png")
+    (tmp_path / "list.txt").write_text("in/c/a.png 0\nin/c/b.png 1\n")
+    for kind, source in (("images", tmp_path / "in"), ("list", tmp_path / "list.txt")):
+        with pytest.raises(StallscopeError, match=r"b\.png is no plain file(.|\n)*--on-error skip"):
+            run(kind, source, tmp_path / kind)
+        assert run(kind, source, tmp_path / kind, "--on-error", "skip") == 1
+        assert len(records(tmp_path / kind)) == 1
+
+
+@pytest.mark.parametrize("name", ["out", "c/out", "c", "."])
+def test_nothing_is_written_into_the_folder_of_the_images(tmp_path: Path, name: str) -> None:
+    picture(tmp_path / "in" / "c" / "a.png")
+    with pytest.raises(UsageError, match="not apart"):
+        run("images", tmp_path / "in", tmp_path / "in" / name, "--force")
+    assert sorted(path.name for path in (tmp_path / "in").rglob("*")) == ["a.png", "c"]
+
+
+@pytest.mark.parametrize("content", ["cut", "mode", "large"])
+def test_whatever_is_wrong_with_an_image_the_way_out_is_told(tmp_path: Path, content: str) -> None:
+    path = picture(tmp_path / "in" / "c" / "a.png", 0, "I;16" if content == "mode" else "L", (64, 64))
+    if content == "cut":
+        path.write_bytes(path.read_bytes()[:60])
+    elif content == "large":
+        whole = bytearray(path.read_bytes())
+        whole[16:24] = (30000).to_bytes(4, "big") * 2
+        whole[29:33] = zlib.crc32(whole[12:29]).to_bytes(4, "big")
+        path.write_bytes(whole)
+    with pytest.raises(StallscopeError) as caught:
+        run("images", tmp_path / "in", tmp_path / "out")
+    assert (caught.value.hint or "").count("--on-error skip leaves it out (exit code 1)") == 1
+    if content == "large":
+        assert (caught.value.expected, caught.value.found) == ("at most 89,478,485 pixels", "900,000,000")
