@@ -53,6 +53,11 @@ class Blob:
         self.shape, self._data, self._diff, self._guard = shape, data, diff, guard
         self.own_bytes = 0
 
+    @property
+    def guard(self) -> Guard | None:
+        """What is called before the blob shows its arrays."""
+        return self._guard
+
     def lend(self, data: Any) -> None:
         """Show other values, of the same shape, until the next call; for the length of a layer's pass."""
         self._data = data

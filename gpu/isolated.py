@@ -11,7 +11,7 @@ import numpy as np
 from gpu.blob import Blob
 from gpu.layers.base import Layer, Scratch, Shape
 from gpu.probe import still
-from gpu.wiring import Graph, Node
+from gpu.wiring import Graph, Node, follow
 
 Array = Any
 ToDevice = Callable[[np.ndarray], Array]
@@ -58,9 +58,8 @@ def run(layer: Layer, work: Work, to_device: ToDevice, to_host: ToHost, *, given
             if shared:
                 tops[i] = bottoms[i]
         layer.forward(bottoms, tops)
-        live = layer.live_shapes()
         for i, top in enumerate(tops):
-            found.forward[f"top {i}"] = _host(to_host, top if live is None else top[: live[i][0]])
+            found.forward[f"top {i}"] = _host(to_host, top)
         if not layer.learned:
             for i, blob in enumerate(layer.blobs):
                 found.forward[f"statistic {i}"] = _host(to_host, blob.device_data)
@@ -178,11 +177,13 @@ class Double:
         made = []
         with still([node.layer for node in self.graph.nodes]):
             for node in self.graph.nodes:
+                bottoms = [values[bottom] for bottom in node.bottoms]
+                if node in self.graph.following:
+                    self._follow(node, bottoms)
                 tops = [np.zeros(top.shape) for top in node.tops]
                 for array, top in zip(tops, node.tops, strict=True):
                     if top.name in inputs and not node.bottoms:
                         array[...] = inputs[top.name]
-                bottoms = [values[bottom] for bottom in node.bottoms]
                 node.layer.forward(bottoms, tops)
                 values.update((top, store(array)) for top, array in zip(node.tops, tops, strict=True))
             gradients = {top: self.seed(top, diffs) for node in self.graph.nodes for top in node.tops}
@@ -209,6 +210,14 @@ class Double:
                     if diff is not None:
                         gradients[bottom] = gradients[bottom] + store(diff)
         yield from reversed(made)
+
+    def _follow(self, node: Node, bottoms: list[np.ndarray]) -> None:
+        chosen = node.layer.choose(bottoms) if node.layer.varies else None
+        if any(0 in shape for shape in chosen or ()):
+            raise node.layer.error("chose no rows: there is nothing to compare behind it", hint="another --seed")
+        follow(node, chosen)
+        node.layer.allocate()
+        _widen(node.layer, set())
 
     @staticmethod
     def seed(top: Any, diffs: dict[str, np.ndarray]) -> np.ndarray:

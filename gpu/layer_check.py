@@ -89,6 +89,8 @@ def check_layers(
     """
     first = next(iter(nets.values()))
     params = {name: [blob.data for blob in blobs] for name, blobs in first.params.items()}
+    for net in nets.values():
+        _settle(net, inputs)
     diffs = _output_diffs(first, seed)
 
     def double(rounded: bool) -> tuple[Double, list[tuple[Node, Work]]]:
@@ -97,6 +99,7 @@ def check_layers(
 
     _, exact = double(rounded=False)
     _, works = double(rounded=True)
+    _hold_choices(nets, (exact, works))
     rng = np.random.default_rng(seed)
     checked = []
     expected: list[tuple[Outcome, Outcome | None]] = []
@@ -113,6 +116,29 @@ def check_layers(
         _in_net(side, seen, inputs, diffs, works, expected, checked)
         _cumulative(side, seen, works, exact, checked)
     return checked
+
+
+def _settle(net: Net, inputs: Mapping[str, np.ndarray]) -> None:
+    """Where sizes depend on values: one pass, so that the net has those of this batch."""
+    if any(layer.varies for layer in net.layers):
+        with still(net.layers):
+            net.forward_only(**inputs)
+        net.iteration = 0
+
+
+def _hold_choices(nets: Mapping[str, Net], doubles: Sequence[Sequence[tuple[Node, Work]]]) -> None:
+    """Layers that choose rows have to choose equally many everywhere, or there is nothing to compare behind them."""
+    for side, net in nets.items():
+        for works in doubles:
+            for own, (_, work) in zip(net._graph.nodes, works, strict=True):
+                found, wanted = [top.shape for top in own.tops], [array.shape for array in work.tops]
+                if own.layer.varies and found != wanted:
+                    raise own.layer.error(
+                        f"chose other rows on {side} than in float64: nothing behind it can be compared",
+                        expected=wanted,
+                        found=found,
+                        hint="its selector lies within rounding of 0 somewhere: another --seed",
+                    )
 
 
 def _output_diffs(net: Net, seed: int) -> dict[str, np.ndarray]:
@@ -185,7 +211,7 @@ def _in_net(
         for i, top in enumerate(node.tops):
             given = inputs.get(top.name) if isinstance(node.layer, Source) else None
             wrote = seen[node.layer.name].forward[f"top {i}"]
-            values[top] = _filled(wrote, top.shape) if given is None else np.asarray(given, np.float64)
+            values[top] = wrote if given is None else np.asarray(given, np.float64)
     gradients = {top: Double.seed(top, dict(diffs)) for node, _ in works for top in node.tops}
     for node, work in reversed(works):
         for i, bottom in enumerate(node.bottoms):
@@ -203,15 +229,6 @@ def _in_net(
         )
         found = seen[node.layer.name]
         _hold(side, "in net", into, {**found.forward, **found.backward}, run_double(node, there), alone, moved)
-
-
-def _filled(live: np.ndarray, shape: Shape) -> np.ndarray:
-    """An array whose first rows are ``live``, 0 after them."""
-    if live.shape == shape:
-        return live
-    whole = np.zeros(shape)
-    whole[: len(live)] = live
-    return whole
 
 
 def _cumulative(
@@ -237,8 +254,7 @@ def _cumulative(
                 got = getattr(found, part).get(kind.format(j))
                 if got is None or want is None or other is None:
                     continue
-                whole = want if got.shape == want.shape else want[: len(got)]
-                apart = distance(got, whole)
+                apart = distance(got, want)
                 allowed = bound(want, norm(other - want), terms)
                 verdict = ROUNDING if apart.l2 <= allowed else BEYOND
                 into.tensors.append(Tensor(side, "cumulative", kind.format(j), apart, allowed, verdict))
@@ -258,13 +274,12 @@ def _whole_pass(net: Net, inputs: Mapping[str, np.ndarray], diffs: Mapping[str, 
 
 def _keep(net: Net, seen: dict[str, Outcome], layer: Layer, part: str, arrays: Sequence[Any]) -> None:
     outcome = seen.setdefault(layer.name, Outcome())
-    live = layer.live_shapes()
     for i, array in enumerate(arrays):
         if array is None:
             continue
         whole = np.array(net.backend.to_numpy(array), np.float64)
         if part == "top":
-            outcome.forward[f"top {i}"] = whole if live is None else whole[: live[i][0]]
+            outcome.forward[f"top {i}"] = whole
         else:
             outcome.backward[f"{part.split()[0]} {i} gradient"] = whole
 

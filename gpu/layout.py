@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -68,8 +69,9 @@ class Layout:
                     self._ending.setdefault(end, []).append((buffer, view))
 
     def array(self, index: int, shape: tuple[int, ...]) -> Any:
-        """The array of a buffer, float32 or float16."""
-        return self._views[index].reshape(shape)
+        """The array of a buffer, float32 or float16; its beginning, where the shape takes less than was planned."""
+        whole, count = self._views[index], math.prod(shape)
+        return (whole if shape == (-1,) else whole[:count]).reshape(shape)
 
     @property
     def nbytes(self) -> int:

@@ -12,29 +12,24 @@ import numpy as np
 
 from gpu import arena
 from gpu.backend import Backend, select_backend
-from gpu.blob import Blob
 from gpu.cudnn import open_cudnn
 from gpu.data_layers import DataLayer, data_layers_of
 from gpu.fields import build_layers
-from gpu.layers.base import Array, Context, Layer, LayerError, Scratch
+from gpu.layers.base import Array, Context, Layer, Scratch
 from gpu.layout import Layout
-from gpu.lifetimes import Lifetimes, lifetimes
 from gpu.memory import MemoryPlan, shortage
-from gpu.parameters import make_params
-from gpu.passes import Pass, Step
+from gpu.parameters import ParamShapesError as ParamShapesError
+from gpu.parameters import make_params, share
+from gpu.passes import Passes
 from gpu.precision import Cast, Precision
 from gpu.precision import check as check_precision
 from gpu.prototxt import filter_net, load_net
-from gpu.wiring import Graph, Node, reshape, wire
+from gpu.wiring import reshape, wire
 from profiler.errors import StallscopeError, UsageError
 from profiler.osread import available_memory
 
 if TYPE_CHECKING:
     from gpu.caffemodel import CopyReport
-
-
-class ParamShapesError(LayerError):
-    """A layer has parameters of other shapes in two nets that are to share them: their inputs differ."""
 
 
 _COMPILED = ("numpy", "emulated")
@@ -132,6 +127,10 @@ class Net:
         self.data_layers: list[DataLayer] = data_layers_of(filtered)
         self._backward_from_start = phase == "TRAIN" or bool(message.force_backward)
         self._layout = Layout(self.xp, reuse=reuse, poison=poison)
+        self._passes = Passes(
+            self._graph, self.xp, self._layout, self._contexts, self.precision, self._backward_from_start
+        )
+        self.blobs = {name: self._passes.homes[value.home] for name, value in self._graph.latest.items()}
         self._beside = dict(beside or {})
         self._check_room()
         self._beside = {}  # taken by now, when the net is reshaped
@@ -160,16 +159,17 @@ class Net:
         self._asked.update({name: tuple(int(size) for size in shape) for name, shape in shapes.items()})
         try:
             self._work_out_shapes()
-            if held == {name: self._graph.latest[name].shape for name in self.inputs}:
+            if held == {name: self._graph.latest[name].shape for name in self.inputs} and not self._graph.following:
+                self._passes.place_work()
                 return
             self._check_room()
-            self._lay_out()
+            self._passes.lay_out()
         except (StallscopeError, MemoryError) as error:
             refused = self._no_memory(" ".join(str(error).split())) if isinstance(error, MemoryError) else error
             self._asked.clear()
             self._asked.update(before)
             self._work_out_shapes()
-            self._lay_out()
+            self._passes.lay_out()
             raise refused from (error if refused is not error else None)
 
     def _work_out_shapes(self) -> None:
@@ -177,15 +177,11 @@ class Net:
             context.scratch.clear()
         reshape(self._graph)
 
-    def _wanted(self) -> Lifetimes:
-        work = {name: context.scratch.count for name, context in self._contexts.items()}
-        return lifetimes(self._graph, self._backward_from_start, work, self.precision)
-
     def _needed_bytes(self) -> int:
         """Bytes of the block and the parameters: the least that the net takes."""
         learned = [wanted.shape for layer in self.layers for wanted in layer.param_shapes]
         count = sum(math.prod(shape) for shape in learned) * (2 if self._backward_from_start else 1)
-        return 4 * count + self._layout.prepare(self._wanted()).total
+        return 4 * count + self._layout.prepare(self._passes.wanted()).total
 
     def _check_room(self) -> None:
         if self.backend.name not in _COMPILED:
@@ -201,47 +197,16 @@ class Net:
 
     def _no_memory(self, found: str, room: int | None = None) -> StallscopeError:
         inputs = {name: self._graph.latest[name].shape for name in self.inputs}
-        plan = self._layout.prepare(self._wanted())
+        plan = self._layout.prepare(self._passes.wanted())
         what = f"no memory for net {self.name!r} in phase {self.phase}"
         return shortage(what, inputs, plan, self._needed_bytes(), arena.blocks(self.xp).usage(), found, room)
 
     def _allocate(self) -> None:
-        self._homes = {top.home: Blob((), self.xp, ()) for top in _tops(self._graph)}
-        self.blobs = {name: self._homes[value.home] for name, value in self._graph.latest.items()}
         for layer in self.layers:
             layer.blobs.clear()
         self.learnable = make_params(self.layers, self.xp, self._seed)
         self.params = {layer.name: layer.blobs for layer in self.layers if layer.blobs}
-        self._lay_out()
-
-    def _lay_out(self) -> None:
-        """Give every array its place in the block, and make the lists of what forward and backward will do."""
-        self._forward: list[Pass] = []
-        self._steps: list[Step] | None = None
-        for home, blob in self._homes.items():
-            blob.place(home.shape, None, None, None)  # the old block is free before a new one is taken
-        for context in self._contexts.values():
-            context.scratch.place(None)
-        wanted = self._wanted()
-        self._layout.take(wanted)
-        array = self._layout.array
-        for home, blob in self._homes.items():
-            data, diff = wanted.data[home], wanted.diff.get(home)
-            gradient = None if diff is None else array(diff, home.shape)
-            blob.place(home.shape, array(data, home.shape), gradient, self._layout.guard(home.name, data, diff))
-        for node, index in wanted.work.items():
-            scratch = self._contexts[node.layer.name].scratch
-            scratch.place(array(index, (scratch.count,)))
-        for layer in self.layers:
-            layer.allocate()
-        self._lifetimes = wanted
-        self._forward = [(node.layer, self._data(node.bottoms), self._data(node.tops)) for node in self._graph.nodes]
-        if self.precision is not None:
-            spaces = {key: array(index, (-1,)) for key, index in wanted.casts.items()}
-            self._forward = self.precision.forward(self._graph, self._forward, spaces)
-        self._losses = [(self._homes[top.home], top.loss_weight) for top in _tops(self._graph) if top.loss_weight]
-        if self._backward_from_start:
-            self._plan_backward()
+        self._passes.lay_out()
 
     @property
     def iteration(self) -> int:
@@ -257,20 +222,15 @@ class Net:
     @property
     def loss(self) -> float:
         """The weighted sum of all losses of the last forward pass."""
-        return float(sum(weight * float(blob.device_data.sum()) for blob, weight in self._losses))
+        return float(sum(weight * float(blob.device_data.sum()) for blob, weight in self._passes.losses))
 
     def forward(self, **inputs: Any) -> dict[str, np.ndarray]:
-        """Set the given inputs, run all layers, and return copies of the outputs (float32, by blob name).
-
-        Of an output whose size depends on values (Filter's) only what counts.
-        """
+        """Set the given inputs, run all layers, and return copies of the outputs (float32, by blob name)."""
         self.forward_only(**inputs)
-        return {name: self._output(name) for name in self.outputs}
+        return {name: self._copy(self.blobs[name].device_data) for name in self.outputs}
 
-    def _output(self, name: str) -> np.ndarray:
-        array, value = self.backend.to_numpy(self.blobs[name].device_data), self._graph.latest[name]
-        live = value.producer.layer.live_shapes()
-        return (array if live is None else array[: live[value.producer.tops.index(value)][0]]).astype(np.float32)
+    def _copy(self, array: Array) -> np.ndarray:
+        return self.backend.to_numpy(array).astype(np.float32)
 
     def forward_only(self, **inputs: Any) -> None:
         """:meth:`forward` without copying the outputs, for loops that look at some of them, or at ``loss``."""
@@ -279,7 +239,7 @@ class Net:
         layout, poisons = self._layout, self._layout.poisons
         layout.begin(backward=False)
         try:
-            for time, (layer, bottoms, tops) in enumerate(self._forward):
+            for time, (layer, bottoms, tops) in enumerate(self._passes.forward):
                 layer.forward(bottoms, tops)
                 if poisons:
                     layout.done(time)
@@ -328,7 +288,7 @@ class Net:
         for name in self.inputs:
             value = self._graph.latest[name]
             if value.gradient:
-                gradients[name] = self.backend.to_numpy(self.blobs[name].device_diff).astype(np.float32)
+                gradients[name] = self._copy(self.blobs[name].device_diff)
         return gradients
 
     def backward_only(self, **top_diffs: Any) -> None:
@@ -338,7 +298,8 @@ class Net:
                 f"a net in phase {self.phase} that reuses memory has no backward pass",
                 hint="Net(..., reuse=False), or force_backward: true in the prototxt",
             )
-        steps = self._steps if self._steps is not None else self._plan_backward()
+        passes = self._passes
+        steps = passes.backward()
         if not steps:
             raise UsageError(
                 "this net has no backward pass",
@@ -348,9 +309,9 @@ class Net:
         layout, poisons = self._layout, self._layout.poisons and self._backward_from_start
         if self._backward_from_start:
             layout.begin(backward=True)
-        for diff, weight in self._loss_diffs:
+        for diff, weight in passes.loss_diffs:
             diff[...] = weight * self.loss_scale
-        for diff in self._zero_diffs:
+        for diff in passes.zero_diffs:
             diff[...] = 0
         for name, diff in top_diffs.items():
             if name not in self.outputs:
@@ -399,25 +360,9 @@ class Net:
 
         Layers that ``other`` lacks keep theirs. Raises ParamShapesError where the shapes of two layers differ.
         """
-        replaced: dict[int, Blob] = {}
-        for layer in self.layers:
-            theirs = other.params.get(layer.name, [])
-            own, given = [blob.shape for blob in layer.blobs], [blob.shape for blob in theirs]
-            if not theirs or not own:
-                continue
-            if own != given:
-                raise ParamShapesError(
-                    f"layer {layer.name!r} ({layer.type}): cannot share parameters of other shapes in "
-                    f"{self.phase} and {other.phase}",
-                    expected=f"{own}, as in {self.phase}",
-                    found=f"{given} in {other.phase}",
-                )
-            replaced.update({id(mine): blob for mine, blob in zip(layer.blobs, theirs, strict=True)})
-        for layer in self.layers:
-            layer.blobs[:] = [replaced.get(id(blob), blob) for blob in layer.blobs]
-        self.learnable = [replace(param, blob=replaced.get(id(param.blob), param.blob)) for param in self.learnable]
-        if self._steps is not None:
-            self._plan_backward()
+        self.learnable = share(self, other, self.learnable)
+        if self._passes.steps is not None:
+            self._passes.plan_backward()
 
     def _set(self, name: str, value: Any, gradient: bool = False) -> None:
         blob = self.blobs[name]
@@ -430,63 +375,3 @@ class Net:
             raise UsageError(
                 f"an array does not fit blob {name!r}", expected=error.expected, found=error.found
             ) from error
-
-    def _data(self, values: Sequence[Any]) -> list[Array]:
-        return [self._homes[value.home]._data for value in values]
-
-    def _plan_backward(self) -> list[Step]:
-        """The list of what backward will do; makes gradients and work space where the net's plan had none."""
-        nodes = [node for node in reversed(self._graph.nodes) if node.backward]
-        adding, params = Scratch(self.xp), Scratch(self.xp)
-        if not self._backward_from_start:
-            for node in nodes:
-                adding.reserve(*[bottom.shape for bottom, adds in zip(node.bottoms, node.adds, strict=True) if adds])
-                params.reserve(*[blob.shape for blob in node.layer.blobs])
-        start = len(self._graph.nodes) + 1
-        self._steps = [self._step(start + i, node, adding, params) for i, node in enumerate(nodes)]
-        self._loss_diffs = [(self._diff(blob), weight) for blob, weight in self._losses]
-        self._zero_diffs = [self._diff(self._homes[value.home]) for value in self._graph.zeroed]
-        return self._steps
-
-    @staticmethod
-    def _diff(blob: Blob) -> Array:
-        """The gradient's array, whosever numbers it holds."""
-        return blob.device_diff if blob._diff is None else blob._diff
-
-    def _step(self, time: int, node: Node, adding: Scratch, params: Scratch) -> Step:
-        added = [b.shape for b, adds in zip(node.bottoms, node.adds, strict=True) if adds]
-        shapes = [blob.shape for blob in node.layer.blobs]
-        if self._backward_from_start:
-            wanted, array = self._lifetimes, self._layout.array
-            parts = iter([array(i, shape) for i, shape in zip(wanted.adding[node], added, strict=True)])
-            spaces = [array(i, shape) for i, shape in zip(wanted.sums[node], shapes, strict=True)]
-        else:
-            parts, spaces = iter(adding.arrays(*added)), params.arrays(*shapes)
-        bottom_diffs: list[Array | None] = []
-        sums = []
-        for bottom, propagates, adds in zip(node.bottoms, node.propagate, node.adds, strict=True):
-            diff = self._diff(self._homes[bottom.home]) if propagates else None
-            if adds:
-                part = next(parts)
-                sums.append((diff, part))
-                diff = part
-            bottom_diffs.append(diff)
-        given = list(zip(node.layer.blobs, spaces, node.param_gradients, strict=True))
-        step = Step(
-            time,
-            node.layer,
-            self._data(node.bottoms),
-            self._data(node.tops),
-            [self._diff(self._homes[top.home]) for top in node.tops],
-            bottom_diffs,
-            sums,
-            [space if wants else None for _, space, wants in given],
-            [(i, blob, space) for i, (blob, space, wants) in enumerate(given) if wants],
-        )
-        if self.precision is not None:
-            self.precision.backward(node, step)
-        return step
-
-
-def _tops(graph: Graph) -> list[Any]:
-    return [top for node in graph.nodes for top in node.tops]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from gpu.blob import Blob
 from gpu.fillers import fill
-from gpu.layers.base import Layer, Shape
+from gpu.layers.base import Layer, LayerError, Shape
+
+
+class ParamShapesError(LayerError):
+    """A layer has parameters of other shapes in two nets that are to share them: their inputs differ."""
 
 
 @dataclass(frozen=True)
@@ -71,3 +75,27 @@ def _shared(layer: Layer, index: int, spec: Any, shape: Shape, blob: Blob, owner
         )
     blob.lazy = False
     return Blob(shape, blob.xp, blob.device_data.reshape(shape), blob.device_diff.reshape(shape))
+
+
+def share(net: Any, other: Any, learnable: Sequence[Param]) -> list[Param]:
+    """Put the blobs of ``other``'s layers into those of the same names in ``net``; returns ``learnable`` with them.
+
+    Layers that ``other`` lacks keep theirs. Raises ParamShapesError where the shapes of two layers differ.
+    """
+    replaced: dict[int, Blob] = {}
+    for layer in net.layers:
+        theirs = other.params.get(layer.name, [])
+        own, given = [blob.shape for blob in layer.blobs], [blob.shape for blob in theirs]
+        if not theirs or not own:
+            continue
+        if own != given:
+            raise ParamShapesError(
+                f"layer {layer.name!r} ({layer.type}): cannot share parameters of other shapes in "
+                f"{net.phase} and {other.phase}",
+                expected=f"{own}, as in {net.phase}",
+                found=f"{given} in {other.phase}",
+            )
+        replaced.update({id(mine): blob for mine, blob in zip(layer.blobs, theirs, strict=True)})
+    for layer in net.layers:
+        layer.blobs[:] = [replaced.get(id(blob), blob) for blob in layer.blobs]
+    return [replace(param, blob=replaced.get(id(param.blob), param.blob)) for param in learnable]

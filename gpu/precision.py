@@ -21,7 +21,7 @@ from gpu.layers.base import Array, Layer, Shape
 from gpu.layers.python import Python
 from gpu.layers.shape import Source
 from gpu.memory import aligned
-from gpu.passes import Pass, Step
+from gpu.step import Pass, Step
 from gpu.wiring import Graph, Node, Value
 from profiler.errors import UsageError
 
@@ -199,12 +199,12 @@ class Precision:
             start += aligned(4 * math.prod(shape))
         return made
 
-    def forward(self, graph: Graph, plan: Sequence[Pass], spaces: Mapping[tuple[Node, bool], Array]) -> list[Pass]:
-        """The net's plan of forward, with casts. ``spaces``: flat float32 work space by layer, for backward as well."""
+    def place(self, spaces: Mapping[tuple[Node, bool], Array]) -> None:
+        """Flat float32 work space for the casts, by (layer, whether backward)."""
         self._spaces = spaces
-        return [self._forward(node, *arrays) for node, (_, *arrays) in zip(graph.nodes, plan, strict=True)]
 
-    def _forward(self, node: Node, bottoms: list[Array], tops: list[Array]) -> Pass:
+    def forward(self, node: Node, bottoms: list[Array], tops: list[Array]) -> Pass:
+        """What the net's plan of forward has for a layer, with casts."""
         rooms = self._rooms(node, False)
         if not rooms:
             return node.layer, bottoms, tops

@@ -155,6 +155,10 @@ def _limit(name: str, readers: Sequence[Node]) -> int | None:
     """Number of whole values that an input can take, or None where any number will do."""
     limits = []
     for node in readers:
+        if node.layer.type == "Filter":  # what it passes on is what its readers take
+            for bottom, top in zip(node.bottoms, node.tops, strict=False):
+                if bottom.name == name and (limit := _limit(top.name, top.consumers)) is not None:
+                    limits.append(limit)
         for i, bottom in enumerate(node.bottoms):
             if bottom.name == name and bottom in node.bottoms and not node.layer.allows_gradient(i):
                 limit = _classes(node, i)

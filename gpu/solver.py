@@ -200,6 +200,13 @@ class Solver:
         count = 0
         for batch in batches:
             for name, value in self.test_nets[index].forward(**batch).items():
+                if count and np.shape(sums[name]) != value.shape:
+                    raise UsageError(
+                        f"output {name!r} has another size in batch {count}, so there is no mean over batches",
+                        expected=np.shape(sums[name]),
+                        found=value.shape,
+                        hint="its size depends on values: put a Silence layer behind it, or a loss or Reduction",
+                    )
                 # float64: the mean over many batches must not depend on how many came before.
                 sums[name] = sums.get(name, 0.0) + np.asarray(value, np.float64)
             count += 1

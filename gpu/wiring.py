@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,8 @@ class Graph:
     outputs: list[str]
     zeroed: list[Value]
     """Values with a gradient that no layer contributes to."""
+    following: set[Node]
+    """Layers with sizes that depend on values: those that ``vary`` and all that hang on them."""
 
 
 def wire(filtered: FilteredNet, build: Callable[[Any], Layer]) -> Graph:
@@ -89,12 +91,6 @@ def wire(filtered: FilteredNet, build: Callable[[Any], Layer]) -> Graph:
         check_count(spec, "bottom", len(spec.bottom), cls.n_bottoms)
         check_count(spec, "top", len(spec.top), cls.n_tops)
         layer = build(spec)
-        if varying := [bottom for bottom in bottoms if bottom.producer.layer.varies and spec.type != "Silence"]:
-            raise layer.error(
-                f"its input {varying[0].name!r} has a size that depends on values, and a net's sizes are fixed",
-                found=f"made by layer {varying[0].producer.layer.name!r} ({varying[0].producer.layer.type})",
-                hint="make it an output of the net, and feed what is chosen to a second net",
-            )
         node = Node(layer, bottoms)
         for bottom in bottoms:
             bottom.consumers.append(node)
@@ -114,7 +110,7 @@ def wire(filtered: FilteredNet, build: Callable[[Any], Layer]) -> Graph:
         if isinstance(node.layer, Source):
             # What the caller writes is never overwritten, so its name keeps standing for it.
             faces.update({top.name: top for top in node.tops})
-    return Graph(nodes, faces, inputs, outputs, zeroed)
+    return Graph(nodes, faces, inputs, outputs, zeroed, _following(nodes))
 
 
 def reshape(graph: Graph) -> None:
@@ -124,20 +120,49 @@ def reshape(graph: Graph) -> None:
     the graph is then partly changed, and another call with the old inputs puts it right.
     """
     for node in graph.nodes:
-        layer = node.layer
-        before = [wanted.shape for wanted in layer.param_shapes]
-        shapes = layer.shapes([bottom.shape for bottom in node.bottoms])
-        after = [wanted.shape for wanted in layer.param_shapes]
-        if before != after:
-            raise layer.error(
-                "its parameters cannot follow the size of its input",
-                expected=f"parameters {before}",
-                found=f"{after} for inputs {[bottom.shape for bottom in node.bottoms]}",
-                hint="a layer before it must give one size: global_pooling, SPP, or a crop of the images",
-            )
-        for i, (top, shape) in enumerate(zip(node.tops, shapes, strict=True)):
-            _check_top(node, i, top.name, shape)
-            top.shape = shape
+        _reshape(node)
+
+
+def follow(node: Node, chosen: Sequence[Shape] | None) -> None:
+    """Shape one layer for what its inputs are in this pass; they may have no rows. Raises as :func:`reshape` does.
+
+    ``chosen``: the shapes that a layer that ``varies`` gives its tops in this pass.
+    """
+    _reshape(node, may_be_empty=True)
+    for top, shape in zip(node.tops, chosen or (), strict=False):
+        top.shape = shape
+
+
+def idle(node: Node) -> bool:
+    """Whether a layer has no rows to work on: a layer before it chose none."""
+    if node.layer.takes_empty:
+        return False
+    return any(0 in bottom.shape for bottom in node.bottoms) or any(0 in top.shape for top in node.tops)
+
+
+def _following(nodes: Sequence[Node]) -> set[Node]:
+    found: set[Node] = set()
+    for node in nodes:
+        if node.layer.varies or any(bottom.producer in found for bottom in node.bottoms):
+            found.add(node)
+    return found
+
+
+def _reshape(node: Node, may_be_empty: bool = False) -> None:
+    layer = node.layer
+    before = [wanted.shape for wanted in layer.param_shapes]
+    shapes = layer.shapes([bottom.shape for bottom in node.bottoms])
+    after = [wanted.shape for wanted in layer.param_shapes]
+    if before != after:
+        raise layer.error(
+            "its parameters cannot follow the size of its input",
+            expected=f"parameters {before}",
+            found=f"{after} for inputs {[bottom.shape for bottom in node.bottoms]}",
+            hint="a layer before it must give one size: global_pooling, SPP, or a crop of the images",
+        )
+    for i, (top, shape) in enumerate(zip(node.tops, shapes, strict=True)):
+        _check_top(node, i, top.name, shape, may_be_empty)
+        top.shape = shape
 
 
 def _is_input(node: Node) -> bool:
@@ -194,10 +219,10 @@ def _add_tops(node: Node, shapes: list[Shape], latest: dict[str, Value]) -> None
         node.in_place.append(in_place)
 
 
-def _check_top(node: Node, i: int, name: str, shape: Shape) -> bool:
+def _check_top(node: Node, i: int, name: str, shape: Shape, may_be_empty: bool = False) -> bool:
     """Whether top ``i`` is written over its input; LayerError where it is empty, or may not be."""
     spec, layer = node.layer.spec, node.layer
-    if any(size < 1 for size in shape):
+    if any(size < (0 if may_be_empty else 1) for size in shape):
         raise layer.error(f"top {name!r} would be empty", found=shape)
     in_place = i < len(spec.bottom) and spec.bottom[i] == name
     if in_place and (not layer.in_place or shape != node.bottoms[i].shape):

@@ -184,7 +184,7 @@ class Swish(Activation):
         self._beta = np.float32(self.spec.swish_param.beta)
 
     def allocate(self) -> None:
-        self._sigmoid = self.xp.zeros(self._shape, np.float32)
+        self._sigmoid = self.keep("sigmoid", self._shape)
 
     def reads_bottom(self) -> bool:
         return False

@@ -17,6 +17,7 @@ class Crop(Layer):
     """
 
     n_bottoms = (2, 2)
+    takes_empty = True
 
     def shapes(self, bottoms: Sequence[Shape]) -> list[Shape]:
         p, (shape, size) = self.spec.crop_param, bottoms

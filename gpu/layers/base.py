@@ -6,6 +6,7 @@ does its backward pass read) lets the net decide which blobs may share memory.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -113,7 +114,9 @@ class Layer(ABC):
     loss: the first top counts as a loss with weight 1 unless told otherwise.
     differentiable: has a backward pass.
     learned: its parameters have gradients (statistics have none).
-    varies: how much of its tops counts depends on values; see ``live_shapes``.
+    varies: the sizes of its tops depend on values; see ``choose``.
+    takes_empty: may be called with inputs or outputs without rows, where a layer before it chose none. Others are not
+        called then: their tops, and the gradients that they would give, are 0.
     """
 
     n_bottoms: ClassVar[tuple[int, float]] = (1, 1)
@@ -123,6 +126,7 @@ class Layer(ABC):
     differentiable: ClassVar[bool] = True
     learned: ClassVar[bool] = True
     varies: ClassVar[bool] = False
+    takes_empty: ClassVar[bool] = False
 
     def __init__(self, spec: Any, context: Context) -> None:
         self.spec = spec
@@ -187,9 +191,12 @@ class Layer(ABC):
         """Whether backward reads the values of its tops."""
         return False
 
-    def live_shapes(self) -> list[Shape] | None:
-        """Where it ``varies``: the shape of what the last forward pass filled, from the start of each top."""
-        return None
+    def choose(self, bottoms: Sequence[Array]) -> list[Shape]:
+        """Where it ``varies``: the shapes of the tops for these values, none larger than :meth:`shapes` says.
+
+        Called before each forward pass. Looks only at bottoms for which there is no gradient.
+        """
+        raise self.error("has tops of one size")
 
     def allows_gradient(self, index: int) -> bool:
         """Whether a gradient with respect to bottom ``index`` exists (labels have none)."""
@@ -204,6 +211,12 @@ class Layer(ABC):
         if not -rank <= value < rank:
             raise self.error(f"{field} is out of range", expected=f"{-rank} to {rank - 1}", found=value)
         return value % rank
+
+
+@functools.lru_cache(maxsize=256)
+def count_up(xp: ModuleType, stop: int) -> Array:
+    """0, 1, ... up to ``stop``, which is left out; an array to read, made once for each size."""
+    return xp.arange(stop)
 
 
 def as_flags(room: Array) -> Array:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu.layers.base import Array, Layer, LayerError, Shape
+from gpu.layers.base import Array, Layer, LayerError, Shape, count_up
 
 FULL, VALID, BATCH_SIZE, NONE = range(4)
 """``LossParameter.NormalizationMode``."""
@@ -58,13 +58,15 @@ class Labels:
 
     def allocate(self) -> None:
         """Make the arrays that hold what ``read`` finds."""
-        xp = self._layer.xp
-        self.index = xp.zeros(self.row, np.int64)
-        self.valid: Array | None = None if self._ignore is None else xp.ones(self.row, bool)
-        self._ignored = None if self._ignore is None else xp.zeros(self.row, bool)
-        self._bad, self._other = xp.zeros(self.row, bool), xp.zeros(self.row, bool)
-        self._whole = xp.zeros(self.row, np.float32)
-        self._numbers = xp.arange(self.classes).reshape(1, -1, 1)
+        xp, keep = self._layer.xp, self._layer.keep
+        self.index = keep("index", self.row, np.int64)
+        self.valid: Array | None = None if self._ignore is None else keep("valid", self.row, bool)
+        if self.valid is not None:
+            self.valid.fill(True)
+        self._ignored = None if self._ignore is None else keep("ignored", self.row, bool)
+        self._bad, self._other = (keep(name, self.row, bool) for name in ("bad", "other"))
+        self._whole = keep("whole", self.row)
+        self._numbers = count_up(xp, self.classes).reshape(1, -1, 1)
 
     def read(self, labels: Array) -> None:
         """Set ``index``, int64[outer, 1, inner], 0 where ignored, and ``valid``. Raises LabelOutOfRange."""

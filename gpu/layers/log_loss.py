@@ -110,7 +110,7 @@ class MultinomialLogisticLoss(Layer):
 
     def allocate(self) -> None:
         self._labels.allocate()
-        self._chosen = self.xp.zeros(self._labels.row, np.float32)
+        self._chosen = self.keep("chosen", self._labels.row)
 
     def allows_gradient(self, index: int) -> bool:
         return index == 0
@@ -194,8 +194,8 @@ class InfogainLoss(Layer):
     def allocate(self) -> None:
         xp, labels = self.xp, self._labels
         labels.allocate()
-        self._prob = xp.zeros(labels.view, np.float32)
-        self._row = xp.zeros(labels.row, np.float32)
+        self._prob = self.keep("prob", labels.view)
+        self._row = self.keep("row", labels.row)
         self._divisor = np.float32(1)
         if not self._given:
             self._table = xp.asarray(self._table, np.float32)

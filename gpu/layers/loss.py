@@ -37,7 +37,7 @@ class Softmax(Layer):
         return [shape]
 
     def allocate(self) -> None:
-        self._row = self.xp.zeros((self._view[0], 1, self._view[2]), np.float32)
+        self._row = self.keep("row", (self._view[0], 1, self._view[2]))
 
     def reads_bottom(self) -> bool:
         return False
@@ -89,8 +89,8 @@ class SoftmaxWithLoss(Layer):
 
     def allocate(self) -> None:
         self._labels.allocate()
-        self._prob = self.xp.zeros(self._labels.view, np.float32)
-        self._row = self.xp.zeros(self._labels.row, np.float32)
+        self._prob = self.keep("prob", self._labels.view)
+        self._row = self.keep("row", self._labels.row)
         self._divisor = np.float32(1)
 
     def reads_bottom(self) -> bool:

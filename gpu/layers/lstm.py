@@ -86,7 +86,7 @@ class LSTM(Recurrent):
 
     def allocate(self) -> None:
         super().allocate()
-        self._squashed = self._zeros(self._steps, self._streams, self._param.num_output)
+        self._squashed = self.keep("squashed", (self._steps, self._streams, self._param.num_output))
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
         self._begin(bottoms)
@@ -139,8 +139,8 @@ class LSTMUnit(Layer):
         return [before, before]
 
     def allocate(self) -> None:
-        self._gates = self.xp.zeros(self._space[2], np.float32)
-        self._squashed = self.xp.zeros(self._space[0], np.float32)
+        self._gates = self.keep("gates", self._space[2])
+        self._squashed = self.keep("squashed", self._space[0])
 
     def allows_gradient(self, index: int) -> bool:
         return index != 2

@@ -38,7 +38,7 @@ class HingeLoss(Layer):
 
     def allocate(self) -> None:
         self._labels.allocate()
-        self._margin = self.xp.zeros(self._labels.view, np.float32)
+        self._margin = self.keep("margin", self._labels.view)
 
     def reads_bottom(self) -> bool:
         return False
@@ -114,12 +114,12 @@ class ContrastiveLoss(Layer):
         return [()]
 
     def allocate(self) -> None:
-        xp, n = self.xp, self._view[0]
+        n = self._view[0]
         self._labels.allocate()
-        self._difference = xp.zeros(self._view, np.float32)
+        self._difference = self.keep("difference", self._view)
         # d^2, max(0, margin - d or d^2), and d, then the terms of the loss, then the factors of the gradient.
-        self._square, self._gap, self._term = (xp.zeros((n, 1), np.float32) for _ in range(3))
-        self._similar = xp.zeros((n, 1), bool)
+        self._square, self._gap, self._term = (self.keep(name, (n, 1)) for name in ("square", "gap", "term"))
+        self._similar = self.keep("similar", (n, 1), bool)
 
     def reads_bottom(self) -> bool:
         return False

@@ -233,8 +233,8 @@ class MVN(Layer):
         shape = bottoms[0]
         if not shape:
             raise self.error("needs an input with at least one axis", found=shape)
-        rows = math.prod(shape[:1] if self._param.across_channels else shape[:2])
-        self._view = (rows, math.prod(shape) // rows)
+        first = 1 if self._param.across_channels else 2
+        self._view = (math.prod(shape[:first]), math.prod(shape[first:]))
         self.context.scratch.reserve(self._view)
         return [shape]
 

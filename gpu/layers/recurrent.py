@@ -83,13 +83,11 @@ class Recurrent(Layer):
 
     def allocate(self) -> None:
         steps, streams, size = self._steps, self._streams, self._param.num_output
-        self._pre = self._zeros(steps, streams, self.gates * size)
-        self._carried = self._zeros(steps, streams, size)  # the state before each step, where cont lets it through
+        self._pre = self.keep("pre", (steps, streams, self.gates * size))
+        # The state before each step, where cont lets it through.
+        self._carried = self.keep("carried", (steps, streams, size))
         if not self._states or self._states[0].shape != (steps + 1, streams, size):
-            self._states = [self._zeros(steps + 1, streams, size) for _ in range(self.n_states)]
-
-    def _zeros(self, *shape: int) -> Array:
-        return self.xp.zeros(shape, np.float32)
+            self._states = [self.keep(f"state{i}", (steps + 1, streams, size)) for i in range(self.n_states)]
 
     def allows_gradient(self, index: int) -> bool:
         return index == 0 or (index == 2 and self._static)

@@ -29,7 +29,7 @@ class Reduction(Layer):
         return [shape[:axis]]
 
     def allocate(self) -> None:
-        self._scaled = self.xp.zeros((self._view[0], 1), np.float32)
+        self._scaled = self.keep("scaled", (self._view[0], 1))
 
     def reads_bottom(self) -> bool:
         return self._operation in (_ASUM, _SUMSQ)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpu.cuda import layers as cuda
-from gpu.layers.base import Array, Layer, ParamShape, Shape, register
+from gpu.layers.base import Array, Layer, ParamShape, Shape, count_up, register
 
 
 def take_rows(xp: Any, table: Array, index: Array, out: Array) -> None:
@@ -34,8 +34,8 @@ class _Picks:
 
     def allocate(self) -> None:
         xp = self._layer.xp
-        self.index = xp.zeros(self._count, np.int64)
-        self._numbers = xp.arange(self._rows + 1)
+        self.index = self._layer.keep("index", (self._count,), np.int64)
+        self._numbers = count_up(xp, self._rows + 1)
 
     def read(self, values: Array) -> Array:
         """The numbers as int64[count]. Raises LayerError for one that names no row."""
@@ -170,13 +170,14 @@ class Embed(Layer):
 class Filter(Layer):
     """The rows of every input but the last for which the last one (the selector) is not 0, in order (Caffe Filter).
 
-    How many rows that is depends on the values, and a net's shapes do not: a top has room for all rows, the chosen ones
-    come first, the rest is 0 and takes no gradient. ``live_shapes`` says how much of it counts.
+    How many rows that is depends on the values: ``shapes`` says the most, ``choose`` how many there are in this pass.
+    Rows that were not chosen get a gradient of 0. It may be none at all, where Caffe's backward pass divides by zero.
     """
 
     n_bottoms = (2, math.inf)
     n_tops = (1, math.inf)
     varies = True
+    takes_empty = True
 
     def setup(self) -> None:
         if len(self.spec.bottom) != len(self.spec.top) + 1:
@@ -193,14 +194,11 @@ class Filter(Layer):
         for name, shape in zip(self.spec.bottom, data, strict=False):
             if shape[:1] != selector[:1]:
                 raise self.error(f"{name!r} has other rows than the selector", expected=selector, found=shape)
-        self._tops = data
-        self._chosen: Array = None
         return data
 
-    def live_shapes(self) -> list[Shape] | None:
-        if self._chosen is None:
-            return None
-        return [(len(self._chosen), *shape[1:]) for shape in self._tops]
+    def choose(self, bottoms: Sequence[Array]) -> list[Shape]:
+        self._chosen = self.xp.flatnonzero(bottoms[-1])
+        return [(len(self._chosen), *x.shape[1:]) for x in bottoms[:-1]]
 
     def reads_bottom(self) -> bool:
         return False
@@ -209,11 +207,10 @@ class Filter(Layer):
         return index < len(self.spec.top)
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
-        self._chosen = self.xp.flatnonzero(bottoms[-1])
-        live = len(self._chosen)
+        self.choose(bottoms)
         for x, y in zip(bottoms, tops, strict=False):
-            take_rows(self.xp, x, self._chosen, y[:live])
-            y[live:] = 0
+            if len(self._chosen):
+                take_rows(self.xp, x, self._chosen, y)
 
     def backward(
         self,
@@ -226,4 +223,4 @@ class Filter(Layer):
         for dy, dx in zip(top_diffs, bottom_diffs, strict=False):
             if dx is not None:
                 dx[...] = 0
-                dx[self._chosen] = dy[: len(self._chosen)]  # no row is chosen twice
+                dx[self._chosen] = dy  # no row is chosen twice

@@ -70,10 +70,13 @@ class Reshape(_Reshaped):
                 wanted[i] = shape[first + i]
         out = [*shape[:first], *wanted, *shape[last:]]
         if -1 in out:
-            rest = math.prod(size for size in out if size != -1)
-            if rest == 0 or math.prod(shape) % rest:
-                raise self.error("-1 has no whole answer", expected=f"a divisor of {math.prod(shape)}", found=rest)
-            out[out.index(-1)] = math.prod(shape) // rest
+            # What is copied counts on neither side, so that there is an answer where it has no rows.
+            copied = {i for i, size in enumerate(p.shape.dim) if size == 0 and first + i < last}
+            count = math.prod(size for i, size in enumerate(shape[first:last]) if i not in copied)
+            rest = math.prod(size for i, size in enumerate(wanted) if size != -1 and i not in copied)
+            if rest == 0 or count % rest:
+                raise self.error("-1 has no whole answer", expected=f"a divisor of {count}", found=rest)
+            out[out.index(-1)] = count // rest
         if math.prod(out) != math.prod(shape):
             raise self.error(
                 "the number of values changes", expected=math.prod(shape), found=f"{out}: {math.prod(out)}"
@@ -124,6 +127,7 @@ class Concat(Layer):
     """Bottoms end to end along ``axis``."""
 
     n_bottoms = (1, math.inf)
+    takes_empty = True
 
     def shapes(self, bottoms: Sequence[Shape]) -> list[Shape]:
         p, first = self.spec.concat_param, bottoms[0]

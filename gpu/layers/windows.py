@@ -98,7 +98,9 @@ class SPP(Layer):
     def allocate(self) -> None:
         for level in self._levels:
             level.allocate()
-        self._pooled = [self.xp.zeros(maps, "float32") for maps in self._maps] if len(self._maps) > 1 else []
+        self._pooled = (
+            [self.keep(f"pooled{i}", maps) for i, maps in enumerate(self._maps)] if len(self._maps) > 1 else []
+        )
 
     def reads_bottom(self) -> bool:
         return False

@@ -192,7 +192,7 @@ def test_memory_is_shared_only_where_nobody_reads_it_later() -> None:
             + 'layer { name: "loss" type: "SoftmaxWithLoss" bottom: "y" bottom: "l" top: "loss" }',
             phase,
         )
-        arrays = {layer.name: (bottoms[0], tops[0]) for layer, bottoms, tops in net._forward if bottoms}
+        arrays = {layer.name: (bottoms[0], tops[0]) for layer, bottoms, tops in net._passes.forward if bottoms}
         return arrays["relu"][0] is arrays["relu"][1], arrays["drop"][0] is arrays["drop"][1]
 
     # In TRAIN the ReLU reads its own output in backward, so the dropout after it may not write over it.
@@ -279,8 +279,8 @@ def test_gradients_go_only_where_they_are_needed() -> None:
     net = Net(text, "TRAIN")
     net.forward(**feed)
     assert net.backward() == {}
-    assert net._steps is not None
-    assert [step.layer.name for step in net._steps] == ["loss", "ip"]
+    assert net._passes.steps is not None
+    assert [step.layer.name for step in net._passes.steps] == ["loss", "ip"]
     assert not net.params["frozen"][0].diff.any()
     assert net.params["ip"][0].diff.any()
     forced = Net("force_backward: true\n" + text, "TRAIN")
@@ -357,7 +357,7 @@ def test_an_allocation_that_fails_says_how_much_the_net_needs(monkeypatch: pytes
     def fails(*_: object) -> None:
         raise MemoryError("Unable to allocate 2.92 GiB")
 
-    monkeypatch.setattr("gpu.net.Blob", fails)
+    monkeypatch.setattr("gpu.parameters.Blob", fails)
     with pytest.raises(StallscopeError, match="no memory for net") as caught:
         Net(LENET, "TEST", input_shapes=SHAPES)
     assert "Unable to allocate 2.92 GiB" in str(caught.value)

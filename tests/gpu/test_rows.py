@@ -1,4 +1,4 @@
-"""Embed, BatchReindex and Filter: float64, PyTorch, the order of sums, and numbers that name no row."""
+"""Embed and BatchReindex: float64, PyTorch, the order of sums, and numbers that name no row."""
 
 from __future__ import annotations
 
@@ -89,45 +89,9 @@ def test_numbers_that_name_no_row(value: float) -> None:
     assert "0 to 4" in str(caught.value.expected)
 
 
-@settings(max_examples=40, deadline=None)
-@given(chosen=st.lists(st.sampled_from([0.0, 1.0, -2.0]), min_size=1, max_size=6), seed=st.integers(0, 9))
-def test_filter_keeps_the_chosen_rows_first(chosen: list[float], seed: int) -> None:
-    rng, rows = np.random.default_rng(seed), len(chosen)
-    net = one_layer(
-        'type: "Filter" bottom: "x" bottom: "z" bottom: "s" top: "y" top: "w"',
-        {"x": (rows, 2, 3), "z": (rows,), "s": (rows, 1)},
-    )
-    x, z, picked = rng.standard_normal((rows, 2, 3)), rng.standard_normal(rows), np.flatnonzero(chosen)
-    assert net.layers[-1].live_shapes() is None
-    out = net.forward(x=x, z=z, s=np.array(chosen)[:, None])
-    live = len(picked)
-    assert net.layers[-1].live_shapes() == [(live, 2, 3), (live,)]
-    for name, array in (("y", x), ("w", z)):
-        np.testing.assert_array_equal(out[name], array[picked].astype(np.float32))
-        assert not net.blobs[name].data[live:].any()
-    gradients = net.backward(y=np.full((rows, 2, 3), 5), w=np.full(rows, 7))
-    assert not gradients["s"].any()
-    wanted = np.zeros(rows)
-    wanted[picked] = 1
-    np.testing.assert_array_equal(gradients["x"], 5 * np.broadcast_to(wanted[:, None, None], (rows, 2, 3)))
-    np.testing.assert_array_equal(gradients["z"], 7 * wanted)
-
-
-def test_nothing_reads_what_a_filter_leaves() -> None:
-    text = """input: "x" input_shape { dim: 4 } input: "s" input_shape { dim: 4 }
-      layer { name: "f" type: "Filter" bottom: "x" bottom: "s" top: "y" }
-      layer { name: "r" type: "%s" bottom: "y" TOP }"""
-    with pytest.raises(LayerError, match=r"'r' \(ReLU\): its input 'y' has a size that depends on values"):
-        Net((text % "ReLU").replace("TOP", 'top: "z"'))
-    Net((text % "Silence").replace("TOP", "")).forward()
-
-
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        ('type: "Filter" bottom: "x" bottom: "s" top: "y" top: "z"', "one top for each bottom"),
-        ('type: "Filter" bottom: "x" bottom: "x" top: "y"', "one value for each row"),
-        ('type: "Filter" bottom: "x" bottom: "q" top: "y"', "other rows"),
         ('type: "BatchReindex" bottom: "x" bottom: "x" top: "y"', "one axis"),
         ('type: "Embed" bottom: "x" top: "y" embed_param { num_output: 3 }', "input_dim"),
         ('type: "Embed" bottom: "x" top: "y" embed_param { input_dim: 3 }', "num_output"),
@@ -135,7 +99,7 @@ def test_nothing_reads_what_a_filter_leaves() -> None:
 )
 def test_what_does_not_fit(layer: str, message: str) -> None:
     with pytest.raises(LayerError, match=f"'L'.*{message}"):
-        one_layer(layer, {"x": (4, 3), "s": (4, 1), "q": (2,)})
+        one_layer(layer, {"x": (4, 3)})
 
 
 @pytest.mark.oracle
