@@ -80,6 +80,7 @@ class Job:
         self._start = start
         self._snapshot_at = start.iteration if start else -1
         self._tested_at = -1
+        self._most_loss: float | None = None  # at which a hint is due; None when it was given, or never is
         self._test_interval = self._test_iterations = 0
         self._names: dict[Phase, tuple[str, ...]] = {"TRAIN": ("data", "label"), "TEST": ("data", "label")}
         self._fed: tuple[Phase, np.ndarray, np.ndarray] | None = None  # ids and labels that the net has at hand
@@ -173,6 +174,13 @@ class Job:
         self.last_loss = None if self.config.only_feeds else loss
         shown = None if self.config.only_feeds else self.solver.smoothed_loss  # the mean of the last average_loss steps
         self.display.step(self.step, shown, self.solver.lr, batch_size)
+        if self._most_loss is not None:
+            from gpu.saturation import hint
+
+            if said := hint(loss, self._most_loss):
+                self._most_loss = None
+                self.display.say(f"step {self.step}: {said}")
+                self.recorder.note("loss_saturated", step=self.step, text=f"In step {self.step} {said}.")
 
     def snapshot_is_due(self) -> bool:
         """After every ``checkpoint_every`` updates."""
@@ -239,8 +247,10 @@ class Job:
             stack.enter_context(feed)
         self._open_staging()
         if not config.only_feeds:
+            from gpu.saturation import ceiling
             from gpu.warm import warm_up
 
+            self._most_loss = ceiling(self.solver.net)
             warm_up(backend)  # beside the start of the workers
         self._records = stack.enter_context(contextlib.closing(RecordLog(self.folder, self.recorder)))
         watched = config.profile.detail != "off" and not config.only_feeds
@@ -294,7 +304,9 @@ class Job:
                 self.display.say(f"data.{phase.lower()}: {source.name}, {len(source):,} records{told}")
                 for line in reader_slots(self.recorder):
                     self.display.say(line)
-                self.identities[phase.lower()] = runfolder.data_identity(source)
+                self.identities[phase.lower()] = runfolder.data_identity(
+                    source, tolerant=self.config.data.on_bad_record != "stop"
+                )
         self.stream = runfolder.stream(self.config, self.identities["train"])
         if self._start is not None:
             checkpoint.check_same_stream(self._start, self.stream)

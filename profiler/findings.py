@@ -18,8 +18,8 @@ from profiler.timeline import PART, Timeline
 _LOST = "worker_lost"
 _SILENT = "worker_silent"
 _BAD = ("bad_record", "bad_records")
-_WARNED = "data_warning"
-_QUIET = ("closed", "gc_short", "layer", _WARNED, *_BAD, *rounding.NOTES)
+_WARNED = ("data_warning", "loss_saturated")
+_QUIET = ("closed", "gc_short", "layer", *_WARNED, *_BAD, *rounding.NOTES)
 _SELF = ("note", "t_ns", "wall_ns", "process", "name", "role", "actor", "pid")
 _MANY = 20
 
@@ -71,7 +71,7 @@ def collect(run: Run, events: np.ndarray, timeline: Timeline, attribution: Attri
     """All findings of a run, the gravest first. ``events``: EVENT[n] of all processes."""
     found = [
         *_end(run, timeline), *_faults(run, events), *_silent(run), *_bad_records(run),
-        *_data_warnings(run), *_growth(run), *rounding.findings(run.notes), *_notes(run),
+        *_warnings(run), *_growth(run), *rounding.findings(run.notes), *_notes(run),
         *_record(run, timeline, attribution),
     ]  # fmt: skip
     rank = {"fault": 0, "warning": 1, "info": 2}
@@ -167,10 +167,14 @@ def _bad_records(run: Run) -> list[Finding]:
     return found
 
 
-def _data_warnings(run: Run) -> list[Finding]:
-    """What was said of the data sets, once, whatever the number of processes that said it."""
-    texts = dict.fromkeys(str(note.get("text")) for note in run.notes if note.get("note") == _WARNED)
-    return [Finding(_WARNED, "warning", text) for text in texts][:_MANY]
+def _warnings(run: Run) -> list[Finding]:
+    """What was said in whole sentences, of the data sets for instance: once, whatever the number of who said it."""
+    said = {str(note.get("text")): note for note in reversed(run.notes) if note.get("note") in _WARNED}
+    steps = ((text, note, note.get("step")) for text, note in reversed(said.items()))
+    return [
+        Finding(str(note["note"]), "warning", text, step if isinstance(step, int) else None)
+        for text, note, step in steps
+    ][:_MANY]
 
 
 def _growth(run: Run) -> list[Finding]:

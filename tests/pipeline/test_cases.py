@@ -23,6 +23,7 @@ from pipeline.settings import load
 from pipeline.spec import FeedSpec, TransformSpec
 from profiler import report, store
 from profiler.errors import StallscopeError
+from profiler.finding import Finding
 from profiler.recorder import Recorder
 from tests.pipeline.build import commit, encoded, picture, raw, write_lmdb, write_mean
 from tests.pipeline.test_crew import engine
@@ -168,6 +169,22 @@ def test_ignored_labels_are_no_error_and_300_is_a_label_like_others(tmp_path: Pa
     path = write_lmdb(tmp_path / "db", small([0, 1, 300, 3, 300, 5, 300, 7]))
     assert run(load(None, job(tmp_path, path, ignore=300))) == 0
     assert math.isfinite(store.load_run(tmp_path / "run").manifest["outcome"]["loss"])
+
+
+def test_a_loss_of_87_is_told_once_with_what_to_look_at(tmp_path: Path) -> None:
+    path = write_lmdb(tmp_path / "db", small([1, 1, 1, 1, 2, 2, 2, 2]))
+    flags = [*job(tmp_path, path), "--run.if_exists=replace"]
+
+    def told(*more: str) -> list[Finding]:
+        assert run(load(None, [*flags, *more])) == 0
+        found = report.build(store.load_run(tmp_path / "run")).findings
+        return [finding for finding in found if finding.kind == "loss_saturated"]
+
+    (finding,) = told()  # pixels up to 255 are enough
+    assert (finding.level, finding.step) == ("warning", 0)
+    for part in ("In step 0 the loss is 87.3365", "base_lr", "scale"):
+        assert part in finding.text
+    assert told("--data.transform.scale=0.00390625") == []
 
 
 def test_a_record_cut_just_before_its_label_has_no_label(tmp_path: Path) -> None:
