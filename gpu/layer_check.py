@@ -23,7 +23,7 @@ from gpu.error_bounds import (
 )
 from gpu.isolated import Double, Outcome, Work, perturbed, run, run_double
 from gpu.layers.base import Layer, Shape
-from gpu.layers.shape import Source
+from gpu.layers.source import Source
 from gpu.net import Net
 from gpu.probe import bare_graph, still, watching
 from gpu.prototxt import FilteredNet

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpu.layers.base import Shape
-from gpu.layers.shape import Source
+from gpu.layers.source import Source
 from gpu.memory import Interval, Request
 from gpu.wiring import Graph, Node, Value
 

@@ -16,6 +16,7 @@ from gpu.cudnn import open_cudnn
 from gpu.data_layers import DataLayer, data_layers_of
 from gpu.fields import build_layers
 from gpu.layers.base import Array, Context, Layer, Scratch
+from gpu.layers.source import MemoryData
 from gpu.layout import Layout
 from gpu.memory import MemoryPlan, shortage
 from gpu.parameters import ParamShapesError as ParamShapesError
@@ -249,6 +250,25 @@ class Net:
         if self.phase == "TRAIN":
             self.iteration += 1
 
+    def set_input_arrays(self, data: Any, labels: Any = None, *, layer: str | None = None) -> None:
+        """Give a MemoryData layer all its images and labels; each forward pass takes the next batch of them.
+
+        ``data``: float32 (n, channels, height, width), n a multiple of the batch; None: its tops are inputs again.
+        ``layer``: its name, where the net has several. Raises UsageError where it has none, LayerError for arrays that
+        do not fit. As in pycaffe.
+        """
+        found = {each.name: each for each in self.layers if isinstance(each, MemoryData)}
+        if layer is None and len(found) == 1:
+            (layer,) = found
+        if layer not in found:
+            raise UsageError(
+                "set_input_arrays needs the name of a MemoryData layer" if found else "the net has no MemoryData layer",
+                expected=", ".join(found) or "a MemoryData layer",
+                found=layer,
+                hint=None if found else "write its inputs: forward(data=..., label=...)",
+            )
+        found[layer].reset(data, labels)
+
     def set_inputs(self, values: Mapping[str, Any]) -> None:
         """Copy arrays of the host or the device into inputs, by name; the net is reshaped where their sizes ask for it.
 
@@ -258,6 +278,12 @@ class Net:
         for name, value in values.items():
             if name not in self.inputs:
                 raise UsageError(f"net has no input {name!r}", expected=self.inputs, found=name)
+            source = self._graph.latest[name].producer.layer
+            if isinstance(source, MemoryData) and source.given:
+                raise UsageError(
+                    f"input {name!r} comes from the arrays that layer {source.name!r} was given",
+                    hint="set_input_arrays(None) makes it an input again",
+                )
             shape = np.shape(value) if not hasattr(value, "shape") else tuple(value.shape)
             if shape != self.blobs[name].shape and len(shape) == len(self.blobs[name].shape):
                 other[name] = shape

@@ -19,7 +19,7 @@ from gpu.arena import view
 from gpu.blob import Blob
 from gpu.layers.base import Array, Layer, Shape
 from gpu.layers.python import Python
-from gpu.layers.shape import Source
+from gpu.layers.source import Source
 from gpu.memory import aligned
 from gpu.step import Pass, Step
 from gpu.wiring import Graph, Node, Value
@@ -89,7 +89,7 @@ def exact_values(graph: Graph) -> set[Value]:
 
 def _always_single(layer: Layer) -> bool:
     """Losses and probabilities; classes and shares; sources that write now and then; outputs that vary in size."""
-    filled_by_itself = isinstance(layer, Source) and layer.type == "DummyData"
+    filled_by_itself = isinstance(layer, Source) and layer.type in ("DummyData", "MemoryData")
     return layer.loss or not layer.differentiable or layer.varies or layer.type == "Softmax" or filled_by_itself
 
 

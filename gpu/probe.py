@@ -17,7 +17,7 @@ import numpy as np
 from gpu.fields import FieldWarning, build_layers
 from gpu.fillers import name_key
 from gpu.layers.base import Context, Layer, Scratch, Shape
-from gpu.layers.shape import Source
+from gpu.layers.source import Source
 from gpu.net import Net
 from gpu.prototxt import FilteredNet, PrototxtError, filter_net, load_net
 from gpu.wiring import Graph, Node, wire

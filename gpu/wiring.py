@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpu.layers.base import REGISTRY, Layer, Shape
-from gpu.layers.shape import Source
+from gpu.layers.source import Source
 from gpu.prototxt import FilteredNet, PrototxtError
 
 

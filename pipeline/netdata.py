@@ -151,6 +151,12 @@ def _data_layer(net: str, phase: Phase) -> DataLayer | None:
     return layers[0] if layers else None
 
 
+def _memory_layers(net: str) -> list[str]:
+    from gpu.prototxt import filter_net, load_net
+
+    return [layer.name for layer in filter_net(load_net(net), "TRAIN").net.layer if layer.type == "MemoryData"]
+
+
 def _fill(
     section: dict[str, Any],
     shared: dict[str, Any],
@@ -260,13 +266,15 @@ def _check_data(document: dict[str, Any], data: dict[str, Any], solver: Any | No
     train, test = data["train"], data["test"]
     if train.get("source") is None:
         net = document.get("net")
-        raise UsageError(
-            f"{net}: the net has no data layer and the configuration has no data.train.source"
-            if net
-            else "the configuration has no data.train.source",
-            expected="a Data layer in the net or data.train.source in the configuration",
-            hint="add 'data: {train: {source: FOLDER, batch: 64}}'",
-        )
+        hint = "add 'data: {train: {source: FOLDER, batch: 64}}'"
+        if net and (memory := _memory_layers(net)):
+            what = f"{net}: layer {memory[0]!r} (MemoryData) is filled by a program, which a job has not"
+            hint += ", which fills its tops; or train in Python: Net.set_input_arrays and Solver.step"
+        elif net:
+            what = f"{net}: the net has no data layer and the configuration has no data.train.source"
+        else:
+            what = "the configuration has no data.train.source"
+        raise UsageError(what, expected="a Data layer in the net or data.train.source in the configuration", hint=hint)
     tests = solver is not None and (len(solver.test_iter) > 0 and solver.test_interval > 0)
     if tests and test.get("source") is None:
         raise UsageError(

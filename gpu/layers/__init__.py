@@ -26,6 +26,7 @@ _MODULES = (
     "reduction",
     "rows",
     "shape",
+    "source",
     "windows",
 )
 

@@ -7,7 +7,26 @@ from typing import ClassVar
 
 from gpu.data_layers import data_layer
 from gpu.layers.base import Shape, register
-from gpu.layers.shape import Data
+from gpu.layers.source import Source
+
+
+@register("Data")
+class Data(Source):
+    """Batches from a database, which the feed writes: images, and labels if there is a second top.
+
+    The text says how many images, but only the database how large they are: the caller gives the shape.
+    """
+
+    n_tops = (1, 2)
+
+    def default_shapes(self) -> list[Shape]:
+        names, asked = list(self.spec.top), self.context.input_shapes
+        if names[0] in asked:
+            return [asked[names[0]], asked[names[0]][:1]][: len(names)]
+        raise self.error(
+            f"the shape of {names[0]!r} is not known before the database is open",
+            hint=f"input_shapes={{{names[0]!r}: (batch, channels, height, width)}}",
+        )
 
 
 @register("ImageData")

@@ -12,7 +12,7 @@ import numpy as np
 from gpu.fillers import name_key
 from gpu.layers import registry
 from gpu.layers.base import REGISTRY, Array, Layer, LayerError, ParamShape, Shape, register
-from gpu.layers.shape import Source
+from gpu.layers.source import Source
 from gpu.python_class import find_class, import_module, line_of, where
 from gpu.python_layer import Face, Parameters, PythonLayer
 from profiler.errors import StallscopeError, UsageError

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 
-from datasets.caffe_pb2 import FillerParameter
-from gpu.fillers import fill
 from gpu.layers.base import Array, Layer, Shape, as_flags, register
 
 _PROD, _SUM = 0, 1
@@ -295,110 +292,6 @@ class Eltwise(Layer):
                 flags = self._flags()
                 self.xp.equal(self._winner, i, out=flags)
                 self.xp.multiply(dy, flags, out=dx)
-
-
-class Source(Layer):
-    """A layer without inputs whose tops the caller writes; shapes given to the net go before those of the text."""
-
-    n_bottoms = (0, 0)
-    n_tops = (1, math.inf)
-
-    def shapes(self, bottoms: Sequence[Shape]) -> list[Shape]:
-        asked = self.context.input_shapes
-        names = list(self.spec.top)
-        if all(name in asked for name in names):
-            return [asked[name] for name in names]
-        return [asked.get(name, shape) for name, shape in zip(names, self.default_shapes(), strict=True)]
-
-    @abstractmethod
-    def default_shapes(self) -> list[Shape]:
-        """The shapes that the text gives."""
-
-    def _spread(self, given: list[Shape]) -> list[Shape]:
-        """One shape for all tops, or one each."""
-        count = len(self.spec.top)
-        if len(given) not in (1, count):
-            raise self.error("needs one shape, or one for each top", expected=count, found=len(given))
-        return given * count if len(given) == 1 else given
-
-    def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
-        """Nothing to do: the caller has written the tops."""
-
-
-@register("Input")
-class Input(Source):
-    """Blobs that the caller fills; one shape for all tops or one each."""
-
-    def default_shapes(self) -> list[Shape]:
-        return self._spread([tuple(shape.dim) for shape in self.spec.input_param.shape])
-
-
-@register("Data")
-class Data(Source):
-    """Batches from a database, which the feed writes: images, and labels if there is a second top.
-
-    The text says how many images, but only the database how large they are: the caller gives the shape.
-    """
-
-    n_tops = (1, 2)
-
-    def default_shapes(self) -> list[Shape]:
-        names, asked = list(self.spec.top), self.context.input_shapes
-        if names[0] in asked:
-            return [asked[names[0]], asked[names[0]][:1]][: len(names)]
-        raise self.error(
-            f"the shape of {names[0]!r} is not known before the database is open",
-            hint=f"input_shapes={{{names[0]!r}: (batch, channels, height, width)}}",
-        )
-
-
-@register("MemoryData")
-class MemoryData(Source):
-    """Batches of a shape known from the text, written by the caller: images and labels."""
-
-    n_tops = (1, 2)
-
-    def default_shapes(self) -> list[Shape]:
-        p = self.spec.memory_data_param
-        return [(p.batch_size, p.channels, p.height, p.width), (p.batch_size,)][: len(self.spec.top)]
-
-
-@register("DummyData")
-class DummyData(Source):
-    """Blobs filled by fillers, constant 0 without one: one for all tops or one each, as the shapes.
-
-    As in Caffe, constants are filled in once, and draws are made anew for each pass: keyed by "layer name/top
-    index/iteration" ("layer name/top index" in TEST, where every pass is the same).
-    """
-
-    def setup(self) -> None:
-        p, count = self.spec.dummy_data_param, len(self.spec.top)
-        if len(p.data_filler) not in (0, 1, count):
-            raise self.error("needs no filler, one, or one for each top", expected=count, found=len(p.data_filler))
-        fillers = list(p.data_filler) or [FillerParameter()]
-        self._fillers = fillers * count if len(fillers) == 1 else fillers
-        sizes = {name: len(getattr(p, name)) for name in ("num", "channels", "height", "width")}
-        if not p.shape and any(length not in (1, count) for length in sizes.values()):
-            raise self.error("needs one num, channels, height and width, or one for each top", found=sizes)
-
-    def default_shapes(self) -> list[Shape]:
-        p, count = self.spec.dummy_data_param, len(self.spec.top)
-        if p.shape:
-            return self._spread([tuple(shape.dim) for shape in p.shape])
-        sides = [list(side) * (count if len(side) == 1 else 1) for side in (p.num, p.channels, p.height, p.width)]
-        return list(zip(*sides, strict=True))
-
-    def allocate(self) -> None:
-        self._filled = False
-
-    def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
-        again = f"/{self.context.iteration}" if self.context.phase == "TRAIN" else ""
-        for i, (filler, top) in enumerate(zip(self._fillers, tops, strict=True)):
-            if self._filled and (filler.type == "constant" or not again):
-                continue
-            values = fill(filler, top.shape, self.context.seed, f"{self.name}/{i}{again}")
-            top[...] = values if self.xp is np else self.xp.asarray(values)
-        self._filled = True
 
 
 @register("Silence")

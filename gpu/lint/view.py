@@ -12,7 +12,7 @@ from typing import Any
 
 from gpu.layers import registry
 from gpu.layers.base import Layer
-from gpu.layers.shape import Source
+from gpu.layers.source import Source
 from gpu.prototxt import FilteredNet
 
 METRICS = ("Accuracy", "ArgMax")

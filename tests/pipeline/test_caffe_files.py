@@ -197,6 +197,16 @@ def test_what_cannot_be_followed_is_refused_by_name(place: Path, layer: str, tol
     assert told in str(caught.value)
 
 
+def test_memory_data_is_filled_by_a_program_and_a_job_says_what_to_do(place: Path) -> None:
+    layer = (
+        'layer { name: "m" type: "MemoryData" top: "data" top: "label" memory_data_param '
+        "{ batch_size: 4 channels: 1 height: 2 width: 3 } }"
+    )
+    with pytest.raises(StallscopeError, match=r"layer 'm' \(MemoryData\) is filled by a program") as caught:
+        Feed(config(layer))
+    assert "set_input_arrays" in str(caught.value.hint)
+
+
 def test_transforms_of_the_configuration_are_refused_for_rows(place: Path) -> None:
     layer = (
         'layer { name: "d" type: "HDF5Data" top: "data" top: "label" '
