@@ -6,7 +6,7 @@ import operator
 import os
 from array import array
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, repeat
 from os import pread, preadv
 from typing import Any, NoReturn
 
@@ -17,12 +17,12 @@ from datasets.errors import (
     DatasetChanged,
     DatasetCorrupt,
     DatasetTruncated,
-    NotADataset,
     SourceClosed,
 )
 from datasets.lmdb_file import LmdbFile, Meta, Tree, check_order, data_file
-from datasets.lmdb_locate import MOST_CELLS, Located, Locator, Unlocated, cells_of
-from datasets.lmdb_pages import MAX_NAMED, Leaf, Pages, databases, needs_no_more
+from datasets.lmdb_locate import FEW, MOST_CELLS, Located, Locator, Unlocated, cells_of
+from datasets.lmdb_pages import Leaf, Pages, needs_no_more
+from datasets.lmdb_tree import chosen, corrupt
 from datasets.raw import Lost
 from datasets.source import Record, Source, describe_record, show_key
 from datasets.writers import warn_of_writer
@@ -37,10 +37,10 @@ _CHECK_EVERY, _CHECK_EVERY_LISTED = 32, 256
 """Records read between two looks at the file's size and its last transaction: where they are asked for one by one, and
 where they are given in a list."""
 _AT_ONCE = 1 << 20
-_FEW = 8
-"""Up to so many records are located one by one: arrays would cost more."""
 _KEY_PAGES = 1024
 """Pages with keys that are kept."""
+_SMALL = 1 << 18
+"""Room for the records of a list that lie on leaf pages, which are read where they are found: 1 KiB for each."""
 _TOGETHER, _NEAR = 1 << 19, 1 << 12
 """Records that lie within so many bytes, and fill half of them (less one page), are read in one go."""
 
@@ -88,7 +88,7 @@ class LmdbSource(Source):
         key, steps = self._index.anchor(index)
         if not steps:
             return key
-        _, _, starts, sizes = self._places([index])
+        (_, _, starts, sizes), _, _ = self._places([index])
         return self._key_at(starts[0], sizes[0], index)
 
     def read(self, index: int) -> Record:
@@ -110,6 +110,10 @@ class LmdbSource(Source):
         self._check_transaction()
         return records
 
+    def check(self) -> None:
+        """Raise if the database was written to or cut since it was opened: what was read before is sound otherwise."""
+        self._live()
+
     def locate(self, indices: np.ndarray) -> Located:
         """Where records lie in the file (:attr:`file`): offsets and lengths of values and of keys, int64.
 
@@ -118,7 +122,7 @@ class LmdbSource(Source):
         indices: int64, positions of records that exist; one may come several times.
 
         What lies there is the record's as long as no writer has committed: compare before and after reading. At most 16
-        bytes a record are kept of it, and at most 40 MiB (:mod:`datasets.lmdb_locate`).
+        bytes a record are kept of it, and at most 40 MiB: of more records none (:mod:`datasets.lmdb_locate`).
         """
         if self._locator is None:
             self._live()
@@ -188,6 +192,7 @@ class LmdbSource(Source):
         self._locator: Locator | None = None
         self._slot: lmdb_slot.ReaderSlot | None = None
         self._buffer: memoryview | None = None
+        self._small: np.ndarray | None = None
         self._key_pages: dict[int, bytes] = {}
 
     def _live(self) -> None:
@@ -239,7 +244,7 @@ class LmdbSource(Source):
             file.read_ahead(self.readahead)
             slot, meta = lmdb_slot.hold(file) if self.lock else (None, file.meta())
             pages = Pages(file, meta)
-            tree = self._tree(pages)
+            tree = chosen(pages, self.db, self.path, self.name)
             check_order(tree, self.name)
             version = (meta.transaction, self._needed(file, meta, tree))
             if self._version is not None and version[0] != self._version[0]:
@@ -264,36 +269,6 @@ class LmdbSource(Source):
             raise
         self._records, self._index, self._locator, self._slot = tree.entries, index, locator, slot
         warn_of_writer(self.path, file.path, self.name)
-
-    def _tree(self, pages: Pages) -> Tree:
-        """The database to read. Raises :class:`NotADataset` where it is none, or one that only lists others."""
-        names: list[bytes] = []
-        for found in databases(pages, only=self.db is None):
-            if isinstance(found, Lost):
-                if names:
-                    continue
-                raise self._corrupt("cannot be read", f"{found.place} {found.reason or 'lies beyond the end'}")
-            if self.db is not None and found[0] == self.db.encode():
-                return found[1]
-            names.append(found[0])
-            if self.db is None and len(names) == MAX_NAMED:
-                break
-        main = pages.meta.main
-        if self.db is not None:
-            raise NotADataset(
-                f"{self.path} holds no database named '{self.db}'",
-                expected="one of: " + _listed(names) if names else "no name: it has none but the main database",
-                found=f"db '{self.db}'",
-            )
-        if names and len(names) >= min(main.entries, MAX_NAMED):
-            raise NotADataset(
-                f"{self.path} holds named databases and no records of its own",
-                expected="records in the main database, or the name of another",
-                found=_listed(names),
-                hint=f"name one: --db {names[0].decode('utf-8', 'backslashreplace')} on the command line, "
-                "data.<phase>.db in a job, db= in open_source",
-            )
-        return main
 
     def _needed(self, file: LmdbFile, meta: Meta, tree: Tree) -> int:
         """Bytes the file must have."""
@@ -368,9 +343,16 @@ class LmdbSource(Source):
         index_of, name, file = self._index, self.name, self._file
         assert index_of is not None
         assert file is not None
-        starts, sizes, key_starts, key_sizes = self._places(part)
+        places, content, at = self._places(part, read=True)
+        starts, sizes, key_starts, key_sizes = places
         dense = isinstance(index_of, key_index.DenseKeys)
         keys = index_of.keys(part) if isinstance(index_of, key_index.DenseKeys) else []
+        if at and min(at) >= 0:  # all of them are small, and have been read
+            if not dense:
+                keys = [content[start - size : start] for start, size in zip(at, key_sizes, strict=True)]
+            values = [content[start : start + size] for start, size in zip(at, sizes, strict=True)]
+            records += map(Record, part, keys, values, repeat(name))
+            return
         first, end = min(starts), max(map(operator.add, starts, sizes))
         if not dense:  # a key may lie on either side of its value
             first, end = min(first, min(key_starts)), max(end, max(map(operator.add, key_starts, key_sizes)))
@@ -394,14 +376,23 @@ class LmdbSource(Source):
                 value = self._bytes(start, size, index, key)
             records.append(Record(index, key, value, name))
 
-    def _places(self, part: list[int]) -> tuple[list[int], ...]:
-        """As :meth:`locate`, in lists."""
-        assert self._locator is not None
-        if len(part) <= _FEW:
-            found = [self._locator.known(index) for index in part]
-            if None not in found:
-                return tuple(map(list, zip(*found, strict=True)))
-        return tuple(places.tolist() for places in self.locate(np.array(part, np.int64)))
+    def _places(self, part: list[int], read: bool = False) -> tuple[tuple[list[int], ...], bytes, list[int]]:
+        """As :meth:`locate`, in lists; of many records also the bytes of small ones, and where each value begins."""
+        locator = self._locator
+        assert locator is not None
+        if (plain := locator.plain(part)) is not None:
+            return plain, b"", []
+        indices = np.array(part, np.int64)
+        if not read or len(part) <= FEW:
+            return tuple(places.tolist() for places in self.locate(indices)), b"", []
+        if self._small is None:
+            self._small = np.empty(_SMALL, np.uint8)
+        try:
+            located, at = locator.read(indices, self._small)
+        except Unlocated as failure:
+            self._not_located(part[failure.place], failure)
+        used = max(0, int((at + located.lengths).max()) if at.min() >= 0 else 0)
+        return tuple(places.tolist() for places in located), self._small[:used].tobytes(), at.tolist()
 
     def _block(self, first: int, end: int, wanted: int) -> memoryview | None:
         """All bytes from ``first`` on, where that is little more than what is wanted of them; else None."""
@@ -435,12 +426,12 @@ class LmdbSource(Source):
 
     def _not_located(self, index: int, failure: Unlocated) -> NoReturn:
         assert self._index is not None
-        self._check_size()
-        self._check_transaction()  # a writer may be the reason
+        assert self._file is not None
         key, steps = self._index.anchor(index)
         if failure.status == lmdb_walk.CUT:
-            assert self._file is not None
             raise self._truncated(self._file.size, index, None if steps else key)
+        self._check_size()
+        self._check_transaction()  # a writer may be the reason
         if failure.status == lmdb_walk.MISSING and isinstance(self._index, key_index.DenseKeys):
             raise DatasetCorrupt(
                 f"{self.name}: the keys look like the numbers {show_key(self._index.anchor(0)[0])} and up, "
@@ -477,14 +468,4 @@ class LmdbSource(Source):
         )
 
     def _corrupt(self, what: str, found: str) -> DatasetCorrupt:
-        return DatasetCorrupt(
-            f"{self.name} {what}",
-            expected="an intact LMDB",
-            found=found,
-            hint="copy it again from where it was made, and compare checksums; "
-            f"python -m datasets.verify {self.path} lists what is damaged and saves what is sound",
-        )
-
-
-def _listed(names: list[bytes]) -> str:
-    return ", ".join(show_key(name) for name in names[:16]) + (" …" if len(names) > 16 else "")
+        return corrupt(self.path, self.name, what, found)

@@ -54,27 +54,30 @@ def _mix(x):
 
 
 @njit
-def hash_records(addresses, lengths, out):
-    """``profiler.hashing.ordered`` of each of many buffers into out, uint64[n].
+def hash_of(address, length):
+    """``profiler.hashing.ordered`` of a buffer that begins at a multiple of 8."""
+    count = length >> _THREE
+    words = carray(_words(address), (count,), np.uint64)  # type: ignore[call-arg]
+    key = _POSITION
+    total = np.uint64(0)
+    for j in range(count):
+        total += _mix(words[j] ^ key)
+        key += _POSITION
+    rest = length - (count << _THREE)
+    if rest:
+        tail = carray(_pixels(address + (count << _THREE)), (rest,), np.uint8)
+        word = np.uint64(0)
+        for j in range(rest):
+            word |= np.uint64(tail[j]) << (np.uint64(j) << _THREE)
+        total += _mix(word ^ key)
+    return _mix((total + _mix(length ^ _LENGTH)) ^ _LENGTH)
 
-    addresses uint64[n], multiples of 8; lengths uint64[n] in bytes.
-    """
+
+@njit
+def hash_records(addresses, lengths, out):
+    """:func:`hash_of` of each of many buffers into out, uint64[n]. addresses, lengths: uint64[n]."""
     for i in range(len(addresses)):
-        count = lengths[i] >> _THREE
-        words = carray(_words(addresses[i]), (count,), np.uint64)  # type: ignore[call-arg]
-        key = _POSITION
-        total = np.uint64(0)
-        for j in range(count):
-            total += _mix(words[j] ^ key)
-            key += _POSITION
-        rest = lengths[i] - (count << _THREE)
-        if rest:
-            tail = carray(_pixels(addresses[i] + (count << _THREE)), (rest,), np.uint8)
-            word = np.uint64(0)
-            for j in range(rest):
-                word |= np.uint64(tail[j]) << (np.uint64(j) << _THREE)
-            total += _mix(word ^ key)
-        out[i] = _mix((total + _mix(lengths[i] ^ _LENGTH)) ^ _LENGTH)
+        out[i] = hash_of(addresses[i], lengths[i])
 
 
 @njit
@@ -101,32 +104,47 @@ def philox_blocks(seed, phase, stream, epochs, records, words):
 
 
 @njit
+def put(image, top, left, flip, mean, scale, row, out):
+    """Crop, mirror, subtract the mean and scale one image uint8[C, H, W] into out, float32[C, h, w].
+
+    row: float32[w], for a line that is to be turned round: writing from its end on is not vectorised, and copying is.
+    """
+    channels, rows, columns = out.shape
+    whole = mean.shape[1] * mean.shape[2] > 1
+    for c in range(channels):
+        constant = mean[c, 0, 0]
+        for y in range(rows):
+            source = image[c, top + y, left : left + columns]
+            target = out[c, y]
+            if whole:
+                means = mean[c, top + y, left : left + columns]
+                if flip:
+                    for x in range(columns):
+                        row[x] = (np.float32(source[x]) - means[x]) * scale
+                else:
+                    for x in range(columns):
+                        target[x] = (np.float32(source[x]) - means[x]) * scale
+            elif flip:
+                for x in range(columns):
+                    row[x] = (np.float32(source[x]) - constant) * scale
+            else:
+                for x in range(columns):
+                    target[x] = (np.float32(source[x]) - constant) * scale
+            if flip:
+                turned = row[::-1]
+                for x in range(columns):
+                    target[x] = turned[x]
+
+
+@njit
 def fill(addresses, heights, widths, h_off, w_off, mirror, mean, scale, out):
-    """Crop, mirror, subtract the mean and scale a batch straight into its slot.
+    """:func:`put` for a batch, straight into its slot.
 
     addresses uint64[B], heights, widths, h_off, w_off int64[B] and mirror bool[B] describe uint8[C, H, W] images;
     mean is float32[C, 1, 1] or float32[C, H, W]; scale float32; out float32[B, C, h, w].
     """
-    channels, rows, columns = out.shape[1], out.shape[2], out.shape[3]
-    whole = mean.shape[1] * mean.shape[2] > 1
+    row = np.empty(out.shape[3], np.float32)
     for i in range(len(addresses)):
-        image = carray(_pixels(addresses[i]), (channels, heights[i], widths[i]), np.uint8)  # type: ignore[call-arg]
-        for c in range(channels):
-            constant = mean[c, 0, 0]
-            for y in range(rows):
-                source = image[c, h_off[i] + y, w_off[i] : w_off[i] + columns]
-                target = out[i, c, y]
-                if whole:
-                    means = mean[c, h_off[i] + y, w_off[i] : w_off[i] + columns]
-                    if mirror[i]:
-                        for x in range(columns):
-                            target[columns - 1 - x] = (np.float32(source[x]) - means[x]) * scale
-                    else:
-                        for x in range(columns):
-                            target[x] = (np.float32(source[x]) - means[x]) * scale
-                elif mirror[i]:
-                    for x in range(columns):
-                        target[columns - 1 - x] = (np.float32(source[x]) - constant) * scale
-                else:
-                    for x in range(columns):
-                        target[x] = (np.float32(source[x]) - constant) * scale
+        shape = (out.shape[1], heights[i], widths[i])
+        image = carray(_pixels(addresses[i]), shape, np.uint8)  # type: ignore[call-arg]
+        put(image, h_off[i], w_off[i], mirror[i], mean, scale, row, out[i])

@@ -13,6 +13,8 @@ COLLATE   labels, ids and epochs into the slot, and the hashes of the batch
 
 from __future__ import annotations
 
+import contextlib
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,11 +22,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from datasets import resize
+from datasets import order, resize
 from datasets.errors import DatasetCorrupt
 from datasets.order import Items, Order, Stream
 from pipeline import bad_records, philox, sizes
 from pipeline.bad_records import ENTRY, Found
+from pipeline.native import Native
 from pipeline.samples import RECORD_ERRORS, LabelError, check_label, decoded, label_alone
 from pipeline.spec import FeedSpec
 from pipeline.transforms import Shape, Transform, TransformError
@@ -221,14 +224,20 @@ class BatchMaker:
         self.transform.fit(probed.record_shape, probed.first)
         self._stops = spec.on_bad_record == "stop"
         self._fitted = sizes.Fitted(spec, probed.layout.room) if probed.layout.room else None
+        self._native = None
+        if isinstance(reader, LocalReader):
+            self._native = Native.of(spec, probed, self.transform, reader.source)
 
     def warm_up(self) -> None:
         """Compile or load what the first batch would otherwise wait for: that time belongs to the start."""
+        order.warm_up()
         if self.spec.transform.resize is not None:
             resize.prepare()
         shape, one = self.probe.record_shape, np.zeros(1, np.int64)
         draws = philox.draw(0, 0, one, one, (one, one), mirror=True, random_crop=False)
         self.transform.fill([np.zeros(shape, np.uint8)], draws, np.empty((1, *self.probe.sample_shape), np.float32))
+        if self._native is not None:
+            self._native.warm_up(self.probe.layout)
         if self.spec.fingerprints != "off":
             scratch = np.zeros((2, self.probe.layout.nbytes // 2), np.uint8)
             hashing.ordered(scratch)
@@ -240,14 +249,40 @@ class BatchMaker:
 
         Raises :class:`StallscopeError` naming data set, key and record for anything wrong with a record.
         """
-        spec, recorder, transform = self.spec, self.recorder, self.transform
+        spec, recorder = self.spec, self.recorder
         items = self.stream.at(spec.place(step))
         count, epoch = len(items), int(items.epochs[0])
         if spec.phase == "TEST":
             flags |= Flag.TEST_PHASE
         tags = {"step": step, "epoch": epoch, "slot": index, "flags": flags}
-        records: list[Any] = self._read(items.records, tags)
+        raw = self._native.make(items, slot, recorder, tags) if self._native is not None else None
+        ids: NDArray[np.int64] = items.records
+        records: list[Record] = []
+        labels: list[Any] = []
+        if raw is None:
+            ids, records, labels = self._make_generally(items, slot, tags)
+        elif slot.bad_count is not None:
+            slot.bad_count[0] = 0
+        with recorder.span(Stage.COLLATE, items=count, nbytes=slot.samples(count).nbytes, **tags):
+            if raw is None:
+                for label, record in zip(labels, records, strict=True):
+                    check_label(label, self.probe.layout.label_width, record)
+                slot.labels[:count] = labels
+            slot.ids[:count] = ids
+            slot.epochs[:count] = items.epochs
+            hashes: dict[str, int] = {}
+            if spec.fingerprints != "off":
+                hashes = self._hashes(
+                    record_hashes([one.value for one in records]) if raw is None else raw, slot, count
+                )
+        return Made(step, epoch, count, hashes)
 
+    def _make_generally(
+        self, items: Items, slot: Slot, tags: dict[str, int]
+    ) -> tuple[NDArray[np.int64], list[Record], list[Any]]:
+        """The data of any records into the slot; returns the numbers of those that were used, they and their labels."""
+        spec, recorder, transform, count = self.spec, self.recorder, self.transform, len(items)
+        records: list[Any] = self._read(items.records, tags)
         images: list[Any] = []
         labels: list[Any] = []
         failed: dict[int, StallscopeError] = {}
@@ -305,15 +340,7 @@ class BatchMaker:
             for i in blank:
                 data[i] = 0
 
-        with recorder.span(Stage.COLLATE, items=count, nbytes=data.nbytes, **tags):
-            label_width = self.probe.layout.label_width
-            for label, record in zip(labels, records, strict=True):
-                check_label(label, label_width, record)
-            slot.labels[:count] = labels
-            slot.ids[:count] = ids
-            slot.epochs[:count] = items.epochs
-            hashes = self._hashes(records, slot, count) if spec.fingerprints != "off" else {}
-        return Made(step, epoch, count, hashes)
+        return ids, records, labels
 
     def _sample(self, record: Any) -> tuple[np.ndarray, Any]:
         """Image and label of what :meth:`_read` gave, checked as far as the record itself is to blame."""
@@ -395,17 +422,19 @@ class BatchMaker:
             raise error from None
         return label
 
-    @staticmethod
     def _write_down(
-        found: Found, i: int, items: Items, index: np.int64, record: Any, error: StallscopeError
+        self, found: Found, i: int, items: Items, index: np.int64, record: Any, error: StallscopeError
     ) -> None:  # fmt: skip
         key = b"" if isinstance(record, StallscopeError) else record.key
+        if not key and isinstance(self.reader, LocalReader):
+            # An index may know the key of a record that cannot be read; an owner's is in another process.
+            with contextlib.suppress(StallscopeError, IndexError):
+                key = self.reader.source.key(int(index))
         found.add(i, int(items.epochs[i]), int(index), key, error)
 
     @staticmethod
-    def _hashes(records: Sequence[Record], slot: Slot, count: int) -> dict[str, int]:
+    def _hashes(each: NDArray[np.uint64], slot: Slot, count: int) -> dict[str, int]:
         # One pass over the stored bytes serves both hashes: see the definitions in profiler.hashing.
-        each = record_hashes([record.value for record in records])
         ids = slot.ids[:count]
         return {
             "ids": hashing.ordered(ids),

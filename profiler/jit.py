@@ -65,6 +65,28 @@ class Kernel:
         return types.Dispatcher(self.dispatcher)
 
 
+class CFunction:
+    """A function of the C library that kernels call by its name: an address would keep numba from caching them.
+
+    Parameters
+    ----------
+    name: of the function. result, parameters: names of numba's types.
+    """
+
+    def __init__(self, name: str, result: str, *parameters: str) -> None:
+        self._name, self._result, self._parameters = name, result, parameters
+
+    def __call__(self, *args: Any) -> Any:
+        raise TypeError(f"{self._name} is called by kernels only")
+
+    @property
+    def _numba_type_(self) -> Any:
+        from numba.core import types
+
+        parameters = [getattr(types, name) for name in self._parameters]
+        return types.ExternalFunction(self._name, getattr(types, self._result)(*parameters))
+
+
 @overload
 def njit(function: Callable[..., Any]) -> Kernel: ...
 @overload

@@ -34,8 +34,8 @@ class Span:
     """
 
     __slots__ = (
-        "_cpu0", "_recorder", "_sched", "_sched0", "_usage0", "epoch", "flags", "items", "nbytes", "slot", "stage",
-        "step", "t0_ns",
+        "_cpu0", "_parts", "_recorder", "_sched", "_sched0", "_usage0", "epoch", "flags", "items", "nbytes", "slot",
+        "stage", "step", "t0_ns",
     )  # fmt: skip
 
     def __init__(
@@ -50,6 +50,7 @@ class Span:
         self.nbytes = nbytes
         self.flags = flags
         self.t0_ns = 0
+        self._parts: tuple[tuple[int, int], ...] = ()
 
     def __enter__(self) -> Span:
         recorder = self._recorder
@@ -72,7 +73,7 @@ class Span:
     ) -> None:
         if not self.t0_ns:
             return
-        t1 = _now()
+        ended = t1 = _now()
         recorder = self._recorder
         cpu = runq = inblock = faults = waits = MISSING
         if recorder._readings:
@@ -88,12 +89,46 @@ class Span:
                 faults = usage.ru_majflt - before.ru_majflt
                 waits = usage.ru_nvcsw - before.ru_nvcsw
         recorder._open.pop(id(self), None)
+        if self._parts:
+            t1, cpu, runq = self._put_parts(t1, cpu, runq)
         recorder.add(
             Kind.SPAN, self.stage, self.t0_ns, t1, step=self.step, epoch=self.epoch, slot=self.slot, cpu_ns=cpu,
             runq_ns=runq, inblock=inblock, items=self.items, nbytes=self.nbytes, flags=self.flags, major_faults=faults,
             waits=waits,
         )  # fmt: skip
-        recorder._overhead_ns += _now() - t1
+        recorder._overhead_ns += _now() - ended
+
+    def divide(self, *parts: tuple[int, int]) -> None:
+        """Record the end of this span as spans of other stages, one after the other: (stage, nanoseconds) each.
+
+        For one compiled call that does the work of several stages in turns and has measured them inside. They get a
+        share of the run-queue wait by their time, and count as computing for the rest of it: what else the thread
+        waited for, and what it read, belongs to this span.
+        """
+        self._parts = parts
+
+    def _put_parts(self, t1: int, cpu: int, runq: int) -> tuple[int, int, int]:
+        """Record the parts; returns end, CPU time and run-queue wait that are left for the span itself."""
+        whole = max(1, t1 - self.t0_ns)
+        left = whole
+        ends: list[tuple[int, int]] = []
+        for stage, length in self._parts:
+            ends.append((stage, min(max(0, length), left)))
+            left -= ends[-1][1]
+        start = self.t0_ns + left
+        cpu_left, runq_left = cpu, runq
+        for stage, length in ends:
+            queued = MISSING if runq == MISSING else runq * length // whole
+            used = MISSING if cpu == MISSING else min(cpu_left, length - max(0, queued))
+            self._recorder.add(
+                Kind.SPAN, stage, start, start + length, step=self.step, epoch=self.epoch, slot=self.slot, cpu_ns=used,
+                runq_ns=queued, inblock=0, items=self.items, nbytes=self.nbytes, flags=self.flags, major_faults=0,
+                waits=0,
+            )  # fmt: skip
+            start += length
+            cpu_left -= max(0, used)
+            runq_left -= max(0, queued)
+        return self.t0_ns + left, max(cpu_left, min(cpu, 0)), runq_left
 
     def drop(self) -> None:
         """Forget a span that has begun: its end records nothing."""
@@ -120,6 +155,9 @@ class NullSpan(Span):
     __slots__ = ()
 
     def drop(self) -> None:
+        return None
+
+    def divide(self, *parts: tuple[int, int]) -> None:
         return None
 
     def __enter__(self) -> Span:

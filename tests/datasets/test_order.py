@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from datasets import order
 from datasets.order import BLOCK, WINDOW, Order, Stream
 from profiler.errors import UsageError
 
@@ -51,6 +52,19 @@ def test_pinned_stream() -> None:
     assert items.epochs.tolist() == [6, 7, 7, 7, 7, 7, 7, 7, 8, 8, 8, 8, 8, 8, 8, 9]
     assert items.records.tolist() == [0, 0, 3, 1, 4, 6, 5, 2, 4, 0, 6, 2, 5, 1, 3, 1]
     assert (items.epochs.dtype, items.records.dtype) == (np.int64, np.int64)
+
+
+@given(size=st.integers(2, 2**62), seed=st.integers(0, 2**64 - 1), one=st.booleans())
+def test_the_compiled_permutation_is_the_one_in_numpy(size: int, seed: int, one: bool) -> None:
+    rng = np.random.default_rng(seed)
+    places = rng.integers(0, size, 50).astype(np.uint64)
+    keys = rng.integers(0, 2**64, 1 if one else 50, np.uint64)
+    a = max(math.isqrt(size - 1) + 1, 8)
+    sizes = np.array([a, max(-(-size // a), 8), size], np.uint64)
+    compiled = np.empty_like(places)
+    order._rounds_compiled(places, sizes, keys, compiled)
+    assert np.array_equal(compiled, order._rounds_numpy(places, sizes, keys))
+    assert compiled.max() < size
 
 
 @pytest.mark.parametrize("shuffle", ["full", "block"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from datasets import datum, decode
-from pipeline import philox, sizes
+from pipeline import native, philox, sizes
 from pipeline.feed import Feed
 from pipeline.maker import LabelError, fill_hash
 from pipeline.spec import FeedSpec, TransformSpec
@@ -45,15 +45,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("way", ["native", "general"])
 @pytest.mark.parametrize("case", CASES)
-def test_first_batch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_batch(case: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "general":
+        monkeypatch.setattr(native.Native, "of", lambda *_: None)
     database, transform = CASES[case]
     with np.load("tests/data/datalayer_caffe.npz") as file:
         expected, labels = file[f"{case}/data"], file[f"{case}/labels"]
         draws = file.get(f"{case}/draws")
     if draws is not None:
-        caffes = philox.Draws(draws[:, 0].astype(bool), draws[:, 1], draws[:, 2])
-        monkeypatch.setattr(philox, "draw", lambda *_, **__: caffes)
+        # Words that give Caffe's draws: a bit for the mirror, offsets that are what is left of a division by more.
+        words = np.concatenate([draws, draws[:, :1]], axis=1).astype(np.uint64)
+        monkeypatch.setattr(philox, "block_1", lambda *_, **__: words)
     spec = FeedSpec(
         f"tests/data/db/{database}", len(expected), phase="TEST" if draws is None else "TRAIN", depth=1,
         transform=TransformSpec(**transform),
