@@ -32,6 +32,10 @@ class ConcatSource(Source):
     def name(self) -> str:
         return " + ".join(part.name for part in self.parts)
 
+    @property
+    def notes(self) -> list[str]:
+        return [f"{part.name}: {note}" for part in self.parts for note in part.notes]
+
     def __len__(self) -> int:
         return self._ends[-1]
 

@@ -55,10 +55,10 @@ class ImageFiles(Inputs):
         self._hash.update(repr((name, label, many, told)).encode())
         self.stamps.append(stamp(status))
 
-    def add_bad(self, text: str) -> None:
-        """An item that cannot be converted, for the reason in ``text``; it keeps its place."""
+    def add_bad(self, text: str, name: str = "") -> None:
+        """An item that cannot be converted, for the reason in ``text``; it keeps its place, and a name if known."""
         self.bad[len(self)] = text
-        self.add("", 0, [0.0] * self.width, None)
+        self.add(name, 0, [0.0] * self.width, None)
 
     def suffix(self, index: int) -> str:
         return "_" + self.names[index]

@@ -47,6 +47,7 @@ def open_list(
         if inputs is None:
             first, usual = number, _numbers(line)
             inputs = ImageFiles(root, options, _width(line, root) if pairs else 0)
+        name = ""
         try:
             name, label, many = _many_labels(line, inputs.width) if pairs else _one_label(line)
             if not from_here and not os.path.lexists(root / name):
@@ -60,7 +61,7 @@ def open_list(
                 text = f"line {number}: {error}"
             problems.add(text)
             if skip:
-                inputs.add_bad(f"{file}, {text}")
+                inputs.add_bad(f"{file}, {text}", name)
                 inputs.lines.append(number)
             continue
         if label < 0:
@@ -197,7 +198,7 @@ def _note_repeats(inputs: ImageFiles, remarks: Remarks) -> None:
     order = np.argsort(hashes, kind="stable")
     for place in np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]]):
         first, again = int(order[place]), int(order[place + 1])
-        if not inputs.names[again] or inputs.names[first] != inputs.names[again]:
+        if inputs.bad.keys() & {first, again} or inputs.names[first] != inputs.names[again]:
             continue
         if inputs.labels[first] == inputs.labels[again]:
             remarks.add("paths that were there before, at line", f"{inputs.lines[again]} (as {inputs.lines[first]})")

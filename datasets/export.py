@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 import zipfile
 from array import array
@@ -115,7 +116,7 @@ def to_npz(source: Source, out: Path, color: Color | None, progress: Progress) -
     nbytes = count * int(np.prod(first[1]))
     note = f"reading the arrays back takes {nbytes / 2**30:.1f} GiB of memory" if nbytes > _LARGE else ""
     layout = "" if _layout_is_clear(first[1]) else " --layout nchw"
-    return Exported(count, out, f"npz {out} DB{layout} --shuffle off", note)
+    return Exported(count, out, f"npz {_quoted(out)} DB{layout} --shuffle off", note)
 
 
 def to_images(source: Source, out: Path, progress: Progress) -> Exported:
@@ -137,7 +138,7 @@ def to_images(source: Source, out: Path, progress: Progress) -> Exported:
                 _tell(progress, origins.total())
     except OSError as error:
         raise StallscopeError(f"{out} cannot be written: {error.strerror}", found=error.filename) from error
-    return Exported(origins.total(), out, *_back(f"list {out / LIST} DB --shuffle off", origins))
+    return Exported(origins.total(), out, *_back(f"list {_quoted(out / LIST)} DB --shuffle off", origins))
 
 
 def to_parquet(source: Source, out: Path, progress: Progress) -> Exported:
@@ -170,7 +171,7 @@ def to_parquet(source: Source, out: Path, progress: Progress) -> Exported:
             parquet.write_table(pa.table(columns, schema=schema), row_group_size=len(group))
             origins.update(item.origin for item in group)
             progress(origins.total())
-    return Exported(origins.total(), out, *_back(f"parquet {out} DB --shuffle off", origins))
+    return Exported(origins.total(), out, *_back(f"parquet {_quoted(out)} DB --shuffle off", origins))
 
 
 def _back(command: str, origins: Counter[str]) -> tuple[str, str]:
@@ -179,6 +180,12 @@ def _back(command: str, origins: Counter[str]) -> tuple[str, str]:
         return command + _BACK[next(iter(origins))], ""
     kinds = ", ".join(f"{count} with {origin}" for origin, count in origins.most_common())
     return command, f"the records are of several kinds ({kinds}); what is read back is of one"
+
+
+def _quoted(path: Path) -> str:
+    """A path as a word of a command line, also where it begins like an option."""
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 def _as_file(record: Record) -> ImageFile:

@@ -90,7 +90,7 @@ def describe(source: Source, found: Survey, max_pixels: int | None = None) -> di
         "storage": None if found.on_disk is None else _storage(found.on_disk),
         "bad": found.bad,
         "bad_records": found.bad_records,
-        "warnings": warnings_of(found),
+        "warnings": [*source.notes, *warnings_of(found)],
     }
 
 

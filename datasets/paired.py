@@ -40,6 +40,10 @@ class PairedSource(Source):
     def name(self) -> str:
         return self.source.name
 
+    @property
+    def notes(self) -> list[str]:
+        return [*self.source.notes, *self.labels.notes]
+
     def __len__(self) -> int:
         return len(self.source)
 

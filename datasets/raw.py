@@ -7,7 +7,7 @@ process with it, because it trusts what it maps. The readers here go on behind t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from datasets.errors import DatasetCorrupt
@@ -29,7 +29,7 @@ class Lost:
 
     Attributes
     ----------
-    place: the page, block or file. reason: what is wrong with it.
+    place: the page, block or file; "" where the key says all. reason: what is wrong with it.
     key: the record's key where one record is lost and its key is known, else None.
     after: key of the last record read before it, None where there is none.
     """
@@ -47,12 +47,14 @@ class RawReader(ABC):
     ----------
     path, backend, db: as for a source.
     expected: records by the database's own count; None where it keeps none.
+    notes: as for a source.
     """
 
     path: str
     backend: str
     db: str | None = None
     expected: int | None = None
+    notes: Sequence[str] = ()
 
     @property
     def name(self) -> str:
@@ -74,13 +76,16 @@ class SourceReader(RawReader):
     def __init__(self, source: Source) -> None:
         self.source = source
         self.path, self.backend, self.expected = source.path, source.backend, len(source)
+        self.notes = source.notes
 
     def scan(self) -> Iterator[Stored | Lost]:
         for index in range(len(self.source)):
             try:
                 record = self.source.read(index)
             except DatasetCorrupt as error:
-                yield Lost(f"record {index}", error.what, self.source.key(index))
+                # Whoever reports it names the record.
+                reason = error.what.removeprefix(f"record {index} of {self.source.name} cannot be read: ")
+                yield Lost("", reason, self.source.key(index))
             else:
                 yield Stored(record.key, record.value)
 

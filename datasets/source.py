@@ -83,6 +83,11 @@ class Source(ABC):
     blobs: tuple[tuple[int, ...], ...] = ()
 
     @property
+    def notes(self) -> list[str]:
+        """What a person should know about the data set as a whole, though it can be used."""
+        return []
+
+    @property
     def name(self) -> str:
         """Kind and path, as errors show them."""
         kind = _KINDS.get(self.backend, "")

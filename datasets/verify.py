@@ -117,7 +117,7 @@ class _Report:
     def lose(self, lost: Lost) -> None:
         """Note something that cannot be read."""
         if lost.key is not None:
-            self._bad(lost.key, f"{lost.place}: {lost.reason}", self.entries)
+            self._bad(lost.key, f"{lost.place}: {lost.reason}" if lost.place else lost.reason, self.entries)
         else:
             after = None if lost.after is None else key_text(lost.after)
             self.damage.append({"place": lost.place, "reason": lost.reason, "after": after})
@@ -162,7 +162,7 @@ class _Report:
             )
 
     def _warnings(self) -> list[str]:
-        found = []
+        found = list(self.reader.notes)
         if self.records == 0:
             if not self.bad and not self.damage:
                 found.append("there are no records")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from datasets.errors import DatasetCorrupt
 from datasets.paired import PairedRecord
 from datasets.source import Source
 from pipeline import checkpoint
@@ -207,15 +208,22 @@ def _bad_records(config: Config) -> dict[str, Any]:
     return {"on_bad_record": data.on_bad_record, **({"max_pixels": data.max_pixels} if data.max_pixels else {})}
 
 
-def data_identity(source: Source) -> dict[str, Any]:
+def data_identity(source: Source, *, tolerant: bool = False) -> dict[str, Any]:
     """What the source says of itself, and ``content``: a hash of keys and values spread over it.
 
     The same records give the same ``content`` whichever database they lie in, so a run may move from one to another.
+    tolerant: a record that cannot be read is one of them, and no reason to stop before the first step.
     """
     records = len(source)
     digest = hashlib.sha256(str(records).encode())
     for index in sorted({round(i * (records - 1) / (_PROBES - 1)) for i in range(_PROBES)}) if records else ():
-        record = source.read(index)
+        try:
+            record = source.read(index)
+        except DatasetCorrupt:
+            if not tolerant:
+                raise
+            digest.update(b"record %d cannot be read" % index)
+            continue
         digest.update(hashlib.sha256(record.key).digest() + hashlib.sha256(record.value).digest())
         if isinstance(record, PairedRecord):
             digest.update(hashlib.sha256(record.label_value).digest())

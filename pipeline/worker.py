@@ -6,6 +6,7 @@ Knows nothing of Ray, so that tests run it in plain processes too.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -112,10 +113,16 @@ def _open_part(spec: FeedSpec, path: str) -> Source:
         return PythonSource(path, spec.param, spec.phase)
     from datasets.source import open_source
 
-    return open_source(
+    source = open_source(
         path, backend=spec.backend, db=spec.db, readahead=spec.reads_ahead, lock=spec.lock, root=spec.root,
         tops=spec.tops, tolerant=spec.on_bad_record != "stop",
     )  # fmt: skip
+    if spec.identity is None:  # who opens it first says so, not every worker again
+        from datasets.errors import DatasetWarning
+
+        for note in source.notes:
+            warnings.warn(f"{source.name}: {note}", DatasetWarning, stacklevel=2)
+    return source
 
 
 def _check_parts(spec: FeedSpec, parts: list[Source]) -> None:

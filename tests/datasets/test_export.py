@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -277,3 +278,15 @@ def test_what_a_killed_export_left_is_gone_after_the_next_one(tmp_path: Path, ki
         assert [path.name[:10] for path in out.parent.iterdir()] == [".out.part-"]
     assert export.main(command) == 0
     assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("kind", ["npz", "images", "parquet"])
+@pytest.mark.parametrize("name", ["my set", "-set", "a'b$c"])
+def test_the_command_that_is_printed_can_be_pasted_whatever_the_path(
+    tmp_path: Path, kind: str, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert export.main([str(golden.DB / GRAY), "--to", kind, "--", name]) == 0
+    command = capsys.readouterr().out.split("python -m datasets.convert ")[1].splitlines()[0]
+    assert convert.main(shlex.split(command)) == 0
+    assert content(tmp_path / "DB") == content(golden.DB / GRAY)

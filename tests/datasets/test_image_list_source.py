@@ -1,5 +1,6 @@
 """A list of image files as a source: the same records as a conversion of it, and its traps by line."""
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from datasets import datum
+from datasets.concat import ConcatSource
 from datasets.errors import DatasetChanged, DatasetCorrupt, NotADataset, SourceClosed, SourceError
 from datasets.image_list_source import ImageListSource
+from datasets.inspect import main as inspect
 from datasets.source import open_source
 from datasets.verify import main as verify
 from tests.datasets import golden
@@ -119,3 +122,22 @@ def test_verify_looks_at_every_file(photos: Path, capsys: pytest.CaptureFixture[
     told = capsys.readouterr().out
     assert "img_0004.jpg" in told
     assert "img_0000.jpg" in told
+
+
+def test_what_a_list_hides_is_told_by_every_command(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    beside = photos.parent / "crops" / "list.txt"
+    lines = photos.read_text().splitlines()
+    first, label = lines[0].rsplit(" ", 1)
+    beside.write_text("\n".join([*lines, f"{first} {int(label) + 1}", "nowhere.png 1"]) + "\n")
+    note = f"paths that were there before with another label, at line: {len(lines) + 1} (as 1)"
+    with open_source(beside, tolerant=True) as source, open_source(golden.DB / "mnist_test_lmdb") as other:
+        assert source.notes == [note]
+        assert ConcatSource([other, source]).notes == [f"{source.name}: {note}"]
+    assert verify([str(beside), "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["warnings"][0] == note
+    where = f"{beside}, line {len(lines) + 2}: {beside.parent / 'nowhere.png'}: No such file or directory"
+    assert document["bad"] == [{"key": f"{len(lines) + 1:08d}_nowhere.png", "index": len(lines) + 1, "reason": where}]
+    beside.write_text("\n".join(beside.read_text().splitlines()[:-1]) + "\n")
+    assert inspect([str(beside), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"][0] == note

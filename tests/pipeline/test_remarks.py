@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from datasets import lmdb_slot
 from datasets.errors import DatasetWarning, ReadersFull
@@ -113,6 +115,17 @@ def test_a_writer_beside_an_inline_job_is_told_in_the_report(tmp_path: Path, mon
     assert any("what is read is what it held then" in text for text in warned(folder))
 
 
+def test_the_cost_of_verifying_checksums_is_told_in_the_report(tmp_path: Path) -> None:
+    records = [raw(picture(i, (3, 64, 64)), i % 10) for i in range(40)]
+    folder = job(tmp_path, write_leveldb(tmp_path / "db", records), **{"run.iterations": 140})
+    (finding,) = [found for found in report.build(store.load_run(folder)).findings if found.kind == "checksums"]
+    assert finding.level == "info"
+    text = rf"Verifying the checksums of LevelDB {tmp_path}/db takes \d+ % of the CPU time of .* by 8 records"
+    assert re.match(text, finding.text)
+    folder = job(tmp_path, write_lmdb(tmp_path / "lmdb", records), **{"run.if_exists": "replace"})
+    assert "checksums" not in {found.kind for found in report.build(store.load_run(folder)).findings}
+
+
 @pytest.mark.parametrize("engine", ["inline", pytest.param("ray", marks=pytest.mark.ray)])
 def test_locking_tells_the_limit_in_force_at_the_start_and_in_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str
@@ -143,3 +156,20 @@ def test_a_job_that_cannot_get_a_slot_ends_with_who_holds_them(tmp_path: Path) -
         holder.communicate("")
     assert "another process fixed the table at 8" in str(caught.value)
     assert str(holder.pid) in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ["inline", pytest.param("ray", marks=pytest.mark.ray)])
+def test_what_a_list_of_images_hides_and_the_lines_that_cannot_be_used_are_told(tmp_path: Path, engine: str) -> None:
+    for i in range(12):
+        Image.new("RGB", (8, 8), (i, i, i)).save(tmp_path / f"{i}.png")
+    lines = [f"{i}.png {i % 3}" for i in range(12)]
+    lines[3], lines[7] = "2.png 1", "gone.png 1"
+    (tmp_path / "list.txt").write_text("\n".join([*lines, "0.png much"]) + "\n")
+    skipping = {"data.on_bad_record": "skip", "data.bad_record_cap": 0.5, "feed.engine": engine, "feed.workers": 1}
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always", DatasetWarning)
+        folder = job(tmp_path, str(tmp_path / "list.txt"), **skipping)
+    (told,) = warned(folder)
+    assert told.endswith("list.txt: paths that were there before with another label, at line: 4 (as 3)")
+    bad = {note["record"]: note["key"] for note in store.load_run(folder).notes if note["note"] == "bad_record"}
+    assert bad == {7: "'00000007_gone.png'", 12: "'00000012_'"}
