@@ -14,7 +14,6 @@ COLLATE   labels, ids and epochs into the slot, and the hashes of the batch
 from __future__ import annotations
 
 import contextlib
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
