@@ -172,12 +172,10 @@ def check_solver(solver: Any, backend: str) -> None:
     mode = type(solver).DESCRIPTOR.fields_by_name["solver_mode"].enum_type.values_by_number[solver.solver_mode].name
     if solver.HasField("solver_mode") and (mode == "GPU") != (backend == "cupy"):
         _warn(f"solver_mode: {mode} has no effect: the backend decides, and it is {backend}", [])
+    if solver.debug_info and not solver.display:
+        _warn("debug_info of the solver has no effect without display, in Caffe and here", [])
     for field, why in (
         ("device_id", "the backend's current device is used"),
-        (
-            "debug_info",
-            "run.log_level: debug lists the layers at the start; see also net.blobs, net.params",
-        ),
         ("test_compute_loss", "give the loss in the test net a top, and its mean is shown with the other outputs"),
         ("layer_wise_reduce", "one process trains, so nothing is reduced"),
     ):
@@ -252,7 +250,7 @@ def _given(message: Any, *names: str) -> bool:
 def _net_notes(filtered: FilteredNet) -> Iterator[str]:
     net = filtered.net
     if net.debug_info:
-        yield "debug_info of the net has no effect: blobs and gradients are there to look at"
+        yield "debug_info of the net has no effect: say it in the solver, as Caffe's training asks for"
     if net.state.HasField("phase") and PHASES[net.state.phase] != filtered.phase:
         yield f"the net's own state says {PHASES[net.state.phase]}; it is built for {filtered.phase}"
 

@@ -19,7 +19,6 @@ from gpu.layers.base import Array, Context, Layer, Scratch
 from gpu.layers.source import MemoryData
 from gpu.layout import Layout
 from gpu.memory import MemoryPlan, shortage
-from gpu.parameters import ParamShapesError as ParamShapesError
 from gpu.parameters import make_params, share
 from gpu.passes import Passes
 from gpu.precision import Cast, Precision

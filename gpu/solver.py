@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from gpu.update import Rule, Updater
 from profiler import recorder
 from profiler.errors import StallscopeError, UsageError
 from profiler.events import Stage
+
+if TYPE_CHECKING:
+    from gpu.debug_info import DebugInfo
 
 Inputs = Mapping[str, Any]
 Batches = Inputs | Sequence[Inputs] | Callable[[], Inputs]
@@ -97,6 +100,8 @@ class Solver:
         self.updater = Updater(self.rule, self.net.learnable, self.backend.xp)
         self.scaler = Scaler(self.net, self.updater, loss_scale) if self.net.precision is not None else None
         """What scales the loss; None with fp32."""
+        self.debug_info: DebugInfo | None = None
+        """What ``debug_info`` found in the last step that was displayed; None before, and without it."""
         self.test_nets: list[Net] = []
         for index, source in enumerate(self._test_sources(net, test_input_shapes is not None)):
             state = self.param.test_state[index] if index < len(self.param.test_state) else None
@@ -142,18 +147,32 @@ class Solver:
         if self.scaler is not None:
             self.scaler.begin()
         loss = 0.0
-        for batch in self._sub_batches(inputs):
-            with now.span(Stage.FORWARD, step=self.iter, epoch=epoch), self._errors():
-                self.net.forward_only(**batch)
-                loss += float(self.net.loss)
-            with now.span(Stage.BACKWARD, step=self.iter, epoch=epoch), self._errors():
-                self.net.backward_only()
-        with now.span(Stage.UPDATE, step=self.iter, epoch=epoch):
-            if self.scaler is None or self.scaler.end(self.iter, loss):
-                self.updater.apply(self.lr, self.iter)
+        with self._watched() as debug:
+            for batch in self._sub_batches(inputs):
+                with now.span(Stage.FORWARD, step=self.iter, epoch=epoch), self._errors():
+                    self.net.forward_only(**batch)
+                    loss += float(self.net.loss)
+                with now.span(Stage.BACKWARD, step=self.iter, epoch=epoch), self._errors():
+                    self.net.backward_only()
+                    if debug is not None:
+                        debug.after_backward()
+            with now.span(Stage.UPDATE, step=self.iter, epoch=epoch):
+                if self.scaler is None or self.scaler.end(self.iter, loss):
+                    with nullcontext() if debug is None else debug.update():
+                        self.updater.apply(self.lr, self.iter)
         self.iter += 1
         self._recent.append(loss / self.rule.iter_size)
         return self._recent[-1]
+
+    def _watched(self) -> AbstractContextManager[DebugInfo | None]:
+        """``debug_info`` in the steps that are displayed, as in Caffe."""
+        if not self.param.debug_info or not self.param.display or self.iter % self.param.display:
+            return nullcontext()
+        from gpu.debug_info import DebugInfo
+
+        if self.debug_info is None:
+            self.debug_info = DebugInfo(self.net)
+        return self.debug_info.step(self.iter)
 
     def take(self, inputs: Inputs) -> None:
         """Copy one batch into the net's inputs for a ``step_on()`` without one; the arrays are free afterwards.

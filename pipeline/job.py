@@ -28,7 +28,7 @@ from profiler.events import Kind, Stage
 
 if TYPE_CHECKING:
     from gpu.backend import Backend
-    from gpu.net import ParamShapesError
+    from gpu.parameters import ParamShapesError
     from pipeline.feed import Batch, Feed
     from pipeline.staging import StagedBatch
 
@@ -336,7 +336,7 @@ class Job:
 
     def _open_solver(self, backend: Backend) -> Any:
         from datasets import caffe_pb2
-        from gpu.net import ParamShapesError
+        from gpu.parameters import ParamShapesError
         from gpu.prototxt import read_message
         from gpu.solver import Solver
 

@@ -178,7 +178,7 @@ NET = (
 @pytest.mark.parametrize(
     ("text", "note"),
     [
-        ("debug_info: true", "debug_info of the solver"),
+        ("debug_info: true", "debug_info of the solver has no effect without display"),
         ("test_compute_loss: true", "test_compute_loss"),
         ("device_id: 1", "device_id"),
         ("layer_wise_reduce: false", "layer_wise_reduce"),
