@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import key_cache, key_index
+from datasets.checksum_cost import ChecksumCost
 from datasets.errors import (
     DatasetChanged,
     DatasetCorrupt,
@@ -64,6 +65,7 @@ class LevelDbSource(Source):
         self._pid = -1
         self._seen: list[tuple[int, int, int] | None] = []
         self._turn = 0
+        self._cost = ChecksumCost(self.name)
 
     def __len__(self) -> int:
         if self._records < 0:
@@ -211,10 +213,14 @@ class LevelDbSource(Source):
 
         assert self._index is not None
         key, steps = self._index.anchor(index)
-        if steps:
-            return self._step(key, steps, index)
+        sampled = self._cost.due()
         try:
-            value = self._db.get(key, verify_checksums=True)
+            if steps:
+                key, value = self._step(key, steps, index, fill_cache=not sampled)
+            else:
+                value = self._db.get(key, verify_checksums=True, fill_cache=not sampled)
+            if sampled:
+                self._cost.sample(self._db, key)
         except plyvel.Error as error:
             raise self._unreadable(index, key, error) from error
         if value is None:
@@ -225,12 +231,12 @@ class LevelDbSource(Source):
             )
         return key, value
 
-    def _step(self, key: bytes, steps: int, index: int) -> tuple[bytes, bytes]:
+    def _step(self, key: bytes, steps: int, index: int, fill_cache: bool = True) -> tuple[bytes, bytes]:
         """Key and value of the record ``steps`` behind ``key``."""
         import plyvel
 
         try:
-            with self._db.iterator(start=key, verify_checksums=True) as records:
+            with self._db.iterator(start=key, verify_checksums=True, fill_cache=fill_cache) as records:
                 found = next(islice(records, steps, None), None)
         except plyvel.Error as error:
             raise self._unreadable(index, key, error) from error

@@ -19,7 +19,8 @@ _LOST = "worker_lost"
 _SILENT = "worker_silent"
 _BAD = ("bad_record", "bad_records")
 _WARNED = ("data_warning", "loss_saturated")
-_QUIET = ("closed", "gc_short", "layer", *_WARNED, *_BAD, *rounding.NOTES)
+_CHECKED = "checksums"
+_QUIET = ("closed", "gc_short", "layer", _CHECKED, *_WARNED, *_BAD, *rounding.NOTES)
 _SELF = ("note", "t_ns", "wall_ns", "process", "name", "role", "actor", "pid")
 _MANY = 20
 
@@ -71,7 +72,7 @@ def collect(run: Run, events: np.ndarray, timeline: Timeline, attribution: Attri
     """All findings of a run, the gravest first. ``events``: EVENT[n] of all processes."""
     found = [
         *_end(run, timeline), *_faults(run, events), *_silent(run), *_bad_records(run),
-        *_warnings(run), *_growth(run), *rounding.findings(run.notes), *_notes(run),
+        *_warnings(run), *_checksums(run), *_growth(run), *rounding.findings(run.notes), *_notes(run),
         *_record(run, timeline, attribution),
     ]  # fmt: skip
     rank = {"fault": 0, "warning": 1, "info": 2}
@@ -175,6 +176,25 @@ def _warnings(run: Run) -> list[Finding]:
         Finding(str(note["note"]), "warning", text, step if isinstance(step, int) else None)
         for text, note, step in steps
     ][:_MANY]
+
+
+def _checksums(run: Run) -> list[Finding]:
+    """What verifying checksums takes of reading each LevelDB: of the last sample of every process."""
+    last = {(note.get("data_set"), note.get("process")): note for note in run.notes if note.get("note") == _CHECKED}
+    found = []
+    for data_set in dict.fromkeys(name for name, _ in last):
+        notes = [note for (name, _), note in last.items() if name == data_set]
+        samples = sum(note["samples"] for note in notes)
+        plain, verified = (
+            sum(note["samples"] * note[key] for note in notes) / samples for key in ("plain_ns", "verified_ns")
+        )
+        cost = max(0, verified - plain)
+        text = (
+            f"Verifying the checksums of {data_set} takes {100 * cost / max(verified, 1):.0f} % of the CPU time of "
+            f"looking a record up ({cost / 1e6:.3f} of {verified / 1e6:.3f} ms, by {samples} records)."
+        )
+        found.append(Finding(_CHECKED, "info", text))
+    return found
 
 
 def _growth(run: Run) -> list[Finding]:
