@@ -1,6 +1,7 @@
 """From a database back to files: ``python -m datasets.export DB OUT --to npz|images|parquet``.
 
-    npz       arrays images (uint8[N, C, H, W], B, G, R) and labels (int32[N]); image files are decoded
+    npz       of HDF5 files, an array for each data set under its name (float32); else
+              arrays images (uint8[N, C, H, W], B, G, R) and labels (int32[N]); image files are decoded
     images    a folder for each class, and list.txt in Caffe's format ('path label' a line), in the order of the keys
     parquet   columns key (string), image (bytes of an image file) and label (int32)
 
@@ -12,6 +13,7 @@ All three are written record by record: memory does not grow with the data set.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -33,7 +35,8 @@ from datasets.convert_inputs import IMAGE_SUFFIXES, encode
 from datasets.datum import Datum, DatumError
 from datasets.manifest import key_text, read_manifest
 from datasets.mean import records_of
-from datasets.source import Record, Source, open_source, show_key
+from datasets.paired import label_numbers
+from datasets.source import EVERY_TOP, Record, Source, open_source, show_key
 from datasets.targets import check_apart, check_file, check_parent
 from datasets.threads import in_order
 from profiler import cli
@@ -68,7 +71,7 @@ class ImageFile:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written. ``note`` is what a person should know about it; ``back`` the command that reads it again."""
+    """What was written. ``note`` is what a person should know; ``back`` the command that reads it again."""
 
     records: int
     out: Path
@@ -117,6 +120,23 @@ def to_npz(source: Source, out: Path, color: Color | None, progress: Progress) -
     note = f"reading the arrays back takes {nbytes / 2**30:.1f} GiB of memory" if nbytes > _LARGE else ""
     layout = "" if _layout_is_clear(first[1]) else " --layout nchw"
     return Exported(count, out, f"npz {_quoted(out)} DB{layout} --shuffle off", note)
+
+
+def to_arrays(source: Source, out: Path, progress: Progress) -> Exported:
+    """The data sets of HDF5 files under their names, float32[N, ...]; each takes a pass over the rows."""
+    count = len(source)
+    with _new_file(out) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for at, (top, shape) in enumerate(zip(source.tops, source.blobs, strict=True)):
+            start = sum(math.prod(before) for before in source.blobs[1:at])
+            with archive.open(f"{top}.npy", "w", force_zip64=True) as array:
+                _write_header(array, (count, *shape), np.float32)
+                for done, record in enumerate(records_of(source), 1):
+                    numbers = label_numbers(record) if at else datum.parse(record.value, record).float_data
+                    assert numbers is not None
+                    array.write(numbers[start : start + math.prod(shape)].tobytes())
+                    _tell(progress, (at * count + done) // len(source.tops))
+    told = ", ".join(source.tops)
+    return Exported(count, out, "", f"the arrays are the data sets {told}; numpy.load reads them, convert does not")
 
 
 def to_images(source: Source, out: Path, progress: Progress) -> Exported:
@@ -260,8 +280,8 @@ def _groups(items: Iterator[ImageFile]) -> Iterator[list[ImageFile]]:
         yield group
 
 
-def _write_header(file: IO[bytes], shape: tuple[int, ...]) -> None:
-    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(np.uint8)), "fortran_order": False, "shape": shape}
+def _write_header(file: IO[bytes], shape: tuple[int, ...], kind: type[np.generic] = np.uint8) -> None:
+    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
 
 
@@ -342,19 +362,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_folder(out, arguments.force)
     else:
         check_file(out, arguments.force, arguments.path)
-    with open_source(arguments.path, backend=arguments.backend, db=arguments.db) as source:
+    with open_source(arguments.path, backend=arguments.backend, db=arguments.db, tops=EVERY_TOP) as source:
         if not len(source):
             raise StallscopeError(f"{source.name} holds no records")
         with terminal.progress(f"writing {out.name}", len(source)) as progress:
             done = _export(arguments.to, source, out, arguments.color, progress)
     sys.stdout.write(f"{done.records:,} records: {done.out} ({arguments.to})\n")
-    sys.stdout.write(f"read it back with: python -m datasets.convert {done.back}\n")
+    if done.back:
+        sys.stdout.write(f"read it back with: python -m datasets.convert {done.back}\n")
     if done.note:
         sys.stdout.write(f"note: {done.note}\n")
     return cli.EXIT_OK
 
 
 def _export(kind: str, source: Source, out: Path, color: Any, progress: Progress) -> Exported:
+    if source.tops:
+        if kind != "npz" or color:
+            raise UsageError(f"{source.name} holds rows of numbers and no images", hint="--to npz without --color")
+        return to_arrays(source, out, progress)
     if kind == "npz":
         return to_npz(source, out, color, progress)
     return to_images(source, out, progress) if kind == "images" else to_parquet(source, out, progress)

@@ -19,7 +19,7 @@ from datasets import datum
 from datasets.errors import DatasetChanged, DatasetCorrupt, NotADataset, SourceClosed, SourceError, SourceMissing
 from datasets.paired import PairedRecord
 from datasets.sniff import HDF5_MAGIC
-from datasets.source import Record, Source
+from datasets.source import EVERY_TOP, Record, Source
 from profiler.errors import UsageError
 
 TOPS = ("data", "label")
@@ -36,7 +36,8 @@ class Hdf5Source(Source):
 
     Parameters
     ----------
-    path: an HDF5 file, or the list. tops: names of the data sets.
+    path: an HDF5 file, or the list. tops: names of the data sets; ``EVERY_TOP`` takes all that have numbers and as many
+        rows as the first, in the first file, and notes the others.
     root: where the paths of the list begin; None: in the working folder, or where nothing lies there, at the list.
 
     Attributes
@@ -59,11 +60,18 @@ class Hdf5Source(Source):
         self._open: OrderedDict[int, Any] = OrderedDict()
         self._pid = os.getpid()
         self._closed = False
+        self._notes: list[str] = []
         try:
+            if self.tops == EVERY_TOP:
+                self.tops, self._notes = _every_top(self._handle(0))
             self._look()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def notes(self) -> list[str]:
+        return self._notes
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -196,6 +204,23 @@ class Hdf5Source(Source):
             )
         self._ends = list(accumulate(lengths))
         self.blobs = tuple(shapes[top][0] for top in self.tops)
+
+
+def _every_top(file: Any) -> tuple[tuple[str, ...], list[str]]:
+    """Names of the data sets whose rows belong together, Caffe's usual names first, and a note of the others."""
+    names = sorted(file, key=lambda name: (TOPS.index(name) if name in TOPS else len(TOPS), name))
+    taken: list[str] = []
+    left: list[str] = []
+    for name in names:
+        item = file.get(name)
+        kind = getattr(getattr(item, "dtype", None), "kind", None)
+        if kind is None or kind not in "fiu" or not item.shape or not all(item.shape[1:]):
+            left.append(f"{name} (no rows of numbers)")
+        elif taken and item.shape[0] != file[taken[0]].shape[0]:
+            left.append(f"{name} ({item.shape[0]:,} rows, {taken[0]} has {file[taken[0]].shape[0]:,})")
+        else:
+            taken.append(name)
+    return tuple(taken) or TOPS, [f"data sets left alone: {', '.join(left)}"] if left else []
 
 
 def _describe(file: Any, tops: Sequence[str], path: Path, problems: list[str]) -> dict[str, tuple[int, ...]]:

@@ -5,6 +5,7 @@ Reads all records (or a part that is spread evenly, with ``--limit``), decodes a
 The JSON document::
 
     schema, path, backend, db, records
+    data_sets   {name: shape of a row} of HDF5 files, else null; the records hold the first one, their labels the others
     looked_at   {records, stretches}           how many records were read, in how many stretches of neighbours
     shapes      {"CxHxW": records}             image files: the size in the file's header; the 1000 most frequent
     encodings   {"raw" | "float" | "jpeg" | …: records}
@@ -37,7 +38,7 @@ from datasets.errors import DatasetWarning
 from datasets.findings import warnings_of
 from datasets.footprint import Footprint
 from datasets.image_file import Color
-from datasets.source import Record, Source, open_source
+from datasets.source import EVERY_TOP, Record, Source, open_source
 from datasets.survey import Keys, Labels, Survey, survey
 from datasets.targets import check_apart
 from profiler import cli
@@ -79,6 +80,7 @@ def describe(source: Source, found: Survey, max_pixels: int | None = None) -> di
         "db": source.db,
         "records": found.records,
         "looked_at": {"records": found.looked_at, "stretches": found.stretches},
+        "data_sets": {top: list(shape) for top, shape in zip(source.tops, source.blobs, strict=True)} or None,
         "shapes": dict(found.shapes.most_common(_MOST_COUNTS)),
         "encodings": dict(found.encodings.most_common()),
         "modes": dict(found.modes.most_common()),
@@ -193,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.html:
         check_apart(arguments.html, arguments.path)
     cli.warn_if_shadowed()
-    with open_source(arguments.path, backend=arguments.backend, db=arguments.db) as source:
+    with open_source(arguments.path, backend=arguments.backend, db=arguments.db, tops=EVERY_TOP) as source:
         found = _with_progress(source, arguments.limit, arguments.max_pixels)
         document = describe(source, found, arguments.max_pixels)
         if arguments.html:

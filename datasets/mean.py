@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from datasets import datum, decode, terminal
 from datasets.datum import DatumError
 from datasets.manifest import write_whole
-from datasets.source import Record, Source, open_source, show_key
+from datasets.source import EVERY_TOP, Record, Source, open_source, show_key
 from datasets.targets import check_file
 from datasets.threads import in_order
 from profiler import cli
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len({target.absolute() for target in targets}) < len(targets):
         raise UsageError("OUT and --npy name the same file", found=arguments.npy)
     with (
-        open_source(arguments.path, backend=arguments.backend, db=arguments.db) as source,
+        open_source(arguments.path, backend=arguments.backend, db=arguments.db, tops=EVERY_TOP) as source,
         terminal.progress("adding up records", len(source)) as progress,
     ):
         mean = compute(source, arguments.color, progress)

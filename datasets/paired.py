@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from datasets import datum
 from datasets.errors import PairMismatch
 from datasets.source import Record, Source, show_key
 
@@ -18,6 +22,19 @@ class PairedRecord(Record):
 
     label_value: bytes = field(default=b"", repr=False)
     label_source: str = ""
+
+
+def label_numbers(record: Record) -> NDArray[np.float32] | None:
+    """The numbers that a second source holds for a record; None for a record that has none from there.
+
+    Raises :class:`datasets.datum.DatumError` where they cannot be understood.
+    """
+    if not isinstance(record, PairedRecord):
+        return None
+    parsed = datum.parse(record.label_value, f"{record.label_source} of {record}")
+    if parsed.float_data is None:
+        return np.array([parsed.label], np.float32) if parsed.label is not None else None
+    return parsed.float_data
 
 
 class PairedSource(Source):

@@ -10,17 +10,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from datasets.errors import DatasetCorrupt
-from datasets.source import Source, locate, open_source
+from datasets.paired import label_numbers
+from datasets.source import EVERY_TOP, Source, locate, open_source
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A record as it lies there. ``doubt`` says why its bytes may be another record's, although they were read."""
+    """A record as it lies there. ``doubt`` says why its bytes may be another record's, although they were read.
+
+    labels: the numbers that a second source holds for it, where there is one.
+    stray: whether nothing leads to it any more, so that it may be of an older state of the database.
+    """
 
     key: bytes
     value: bytes = field(repr=False)
     doubt: str = ""
+    labels: NDArray[np.float32] | None = field(default=None, repr=False)
+    stray: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +97,7 @@ class SourceReader(RawReader):
                 reason = error.what.removeprefix(f"record {index} of {self.source.name} cannot be read: ")
                 yield Lost("", reason, self.source.key(index))
             else:
-                yield Stored(record.key, record.value)
+                yield Stored(record.key, record.value, labels=label_numbers(record))
 
 
 def open_raw(path: str, *, backend: str | None = None, db: str | None = None) -> RawReader:
@@ -101,4 +111,4 @@ def open_raw(path: str, *, backend: str | None = None, db: str | None = None) ->
         from datasets.leveldb_raw import LevelDbReader
 
         return LevelDbReader(place)
-    return SourceReader(open_source(place, backend=None if kind == "memory" else kind, tolerant=True))
+    return SourceReader(open_source(place, backend=None if kind == "memory" else kind, tops=EVERY_TOP, tolerant=True))

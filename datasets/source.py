@@ -23,6 +23,8 @@ from profiler.errors import StallscopeError, UsageError
 
 BACKENDS = ("lmdb", "leveldb", "list", "hdf5")
 MEMORY_PREFIX = "memory:"
+EVERY_TOP = ("*",)
+"""In place of names: all data sets of an HDF5 file whose rows belong to those of its first one."""
 _KINDS = {"lmdb": "LMDB ", "leveldb": "LevelDB ", "list": "list of images ", "hdf5": "set of HDF5 files "}
 
 
@@ -74,13 +76,14 @@ class Source(ABC):
     backend: ``lmdb``, ``leveldb``, ``list``, ``hdf5`` or ``memory``.
     db: name of the sub-database, LMDB only.
     blobs: shapes of what one record is in a net, where they are not a picture (C, H, W) and a label: of the sample,
-        and of each blob that has a part of the label's numbers.
+        and of each blob that has a part of the label's numbers. tops: names of the data sets of HDF5 files, one a blob.
     """
 
     path: str
     backend: str
     db: str | None = None
     blobs: tuple[tuple[int, ...], ...] = ()
+    tops: tuple[str, ...] = ()
 
     @property
     def notes(self) -> list[str]:
@@ -169,7 +172,7 @@ def open_source(
         on other kinds.
     lock: LMDB only: take a slot in its lock table (this writes to ``lock.mdb``), so that a writer keeps the pages that
         are read. Not needed where nobody writes. A commit ends the reading either way.
-    root, tops: of lists and HDF5 files: where their paths begin, and the names of the data sets.
+    root, tops: of lists and HDF5 files: where their paths begin, and the names of the data sets, or ``EVERY_TOP``.
     tolerant: lines of a list of images that cannot be used are records that cannot be read, no reason to refuse it.
 
     Raises

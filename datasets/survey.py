@@ -14,6 +14,7 @@ import numpy as np
 from datasets import datum, decode, runs
 from datasets.datum import DatumError
 from datasets.footprint import Footprint, footprint
+from datasets.paired import label_numbers
 from datasets.source import Record, Source, show_key
 
 _CHUNK = 64
@@ -148,6 +149,7 @@ class Survey:
     unflagged: records that hold an image file and do not say so. no_label: the first record without a label.
     not_finite: records with NaN or infinity among their floats; first_not_finite: the first of them.
     on_disk: the files, as they were before the records were read.
+    unlabelled: whether labels in the records are made up, as where an HDF5 file has one data set.
     """
 
     records: int
@@ -168,6 +170,7 @@ class Survey:
     not_finite: int = 0
     first_not_finite: int | None = None
     on_disk: Footprint | None = None
+    unlabelled: bool = False
 
     @property
     def complete(self) -> bool:
@@ -181,6 +184,7 @@ class Survey:
         try:
             parsed = datum.parse(record.value, record)
             seen = decode.probe(parsed, record, max_pixels=max_pixels)
+            numbers = label_numbers(record)
         except DatumError as error:
             self.bad_records += 1
             if len(self.bad) < _MOST_BAD:
@@ -202,18 +206,22 @@ class Survey:
                 counts[name] += 1
                 self.first.setdefault((kind, name), record.index)
         self.unflagged += not seen.flagged
-        if not parsed.finite:
+        if not parsed.finite or (numbers is not None and not np.isfinite(numbers).all()):
             self.not_finite += 1
             if self.first_not_finite is None:
                 self.first_not_finite = record.index
-        if len(parsed.data) and parsed.float_data is not None:
+        label = None if self.unlabelled else parsed.label
+        if numbers is not None and len(numbers) == 1 and _is_label(float(numbers[0])):
+            label = int(numbers[0])
+        elif numbers is not None or (len(parsed.data) and parsed.float_data is not None):
             self.labels.vectors += 1
-        elif parsed.label is None:
+            return
+        if label is None:
             self.labels.absent += 1
             if self.no_label is None:
                 self.no_label = record.index
         else:
-            self.labels.add(parsed.label, record.index)
+            self.labels.add(label, record.index)
 
     def _measure(self, record: Record) -> None:
         size = len(record.value)
@@ -244,7 +252,9 @@ def survey(
     progress: called now and then with the number of records read.
     max_pixels: see :func:`datasets.decode.to_image`.
     """
-    found = Survey(len(source), on_disk=footprint(source))
+    found = Survey(
+        len(source), on_disk=footprint(source), unlabelled=source.backend == "hdf5" and len(source.blobs) == 1
+    )
     for stretch in stretches(len(source), limit):
         found.stretches += 1
         found.labels.begin()
@@ -253,6 +263,11 @@ def survey(
                 found.add(record, max_pixels)
             progress(found.looked_at)
     return found
+
+
+def _is_label(number: float) -> bool:
+    """Whether a float is a whole number that a Datum's label could be."""
+    return number.is_integer() and -(2**31) <= number < 2**31
 
 
 def stretches(records: int, limit: int | None) -> list[range]:

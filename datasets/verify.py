@@ -25,6 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from datasets import datum, decode, terminal
 from datasets.crc_match import CrcMatcher, Gap, Suspect
 from datasets.datum import DatumError
@@ -57,6 +59,10 @@ class Seen:
     flagged: bool = True
     finite: bool = True
 
+    @property
+    def labelled(self) -> bool:
+        return self.label is not None or self.item.labels is not None
+
 
 Sink = Callable[[Seen], None]
 
@@ -70,7 +76,7 @@ class _Report:
         self.bad: list[dict[str, Any]] = []
         self.damage: list[dict[str, Any]] = []
         self.modes: Counter[str] = Counter()
-        self.unflagged = self.unlabelled = self.not_finite = 0
+        self.unflagged = self.unlabelled = self.not_finite = self.strays = 0
         self.first_not_finite = b""
         self.last_key: bytes | None = None
         self._suspects: list[tuple[dict[str, Any], Suspect]] = []
@@ -107,7 +113,8 @@ class _Report:
         if seen.mode and seen.mode not in ("L", "RGB"):
             self.modes[seen.mode] += 1
         self.unflagged += not seen.flagged
-        self.unlabelled += seen.label is None
+        self.unlabelled += not seen.labelled
+        self.strays += item.stray and self.matcher is None  # a checksum tells that it is none of an older state
         if not seen.finite:
             self.first_not_finite = self.first_not_finite or item.key
             self.not_finite += 1
@@ -176,6 +183,11 @@ class _Report:
             found.append(f"{self.unflagged} records hold image files but lack the flag 'encoded'")
         if self.unlabelled:
             found.append(f"{self.unlabelled} records have no label")
+        if self.strays:
+            found.append(
+                f"{self.strays} records lie on pages that nothing leads to any more: if records were deleted or "
+                "overwritten after the database was made, some of an older state may be among them"
+            )
         if self.not_finite:
             found.append(
                 f"{self.not_finite} records hold NaN or infinity, the first has key {show_key(self.first_not_finite)}"
@@ -245,9 +257,8 @@ def _look(item: Stored | Lost) -> Seen | Lost:
             channels, height, width = decode.to_image(parsed, _HERE, "color" if odd else None).shape
     except DatumError as error:
         return Seen(item, crc, _brief(error))
-    return Seen(
-        item, crc, "", (channels, height, width), parsed.label, parsed.encoded, seen.mode, seen.flagged, parsed.finite
-    )
+    finite = parsed.finite and (item.labels is None or bool(np.isfinite(item.labels).all()))
+    return Seen(item, crc, "", (channels, height, width), parsed.label, parsed.encoded, seen.mode, seen.flagged, finite)
 
 
 _HERE = "the record"
@@ -339,7 +350,7 @@ def render(document: dict[str, Any], console: Console) -> None:
         )
     elif saved is not None:
         show("red", "nothing", "was salvaged: not one record is sound, and no database was made")
-    elif not fine(document) and document["sound"]:
+    elif not fine(document) and document["sound"] and document["backend"] != "hdf5":
         show("bold", "try", "--salvage OUT copies the sound records to a new database")
 
 

@@ -17,6 +17,12 @@ def rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     looked, records = document["looked_at"], document["records"]
     part = "" if looked["records"] == records else f"; looked at {_part(looked)}"
     out.append(("records", f"{records:,}{part}"))
+    if document["data_sets"]:
+        told = (
+            f"{show_text(top)} {'x'.join(map(str, shape)) or 'one number'}"
+            for top, shape in document["data_sets"].items()
+        )
+        out.append(("data sets", ", ".join(told)))
     out += [(name, histogram(document[name])) for name in ("shapes", "encodings", "modes") if document[name]]
     out += _label_rows(document["labels"])
     keys = document["key_order"]

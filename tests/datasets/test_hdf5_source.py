@@ -1,5 +1,6 @@
 """HDF5 files as a source: rows in order over files, several tops, traps told at once, and never a whole file."""
 
+import json
 import pickle
 import resource
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datasets import datum
+from datasets import datum, export, inspect, mean, verify
 from datasets.errors import DatasetChanged, NotADataset, SourceError, SourceMissing
 from datasets.hdf5_source import Hdf5Source
 from datasets.paired import PairedRecord
@@ -196,3 +197,87 @@ def test_labels_are_not_lost_by_a_rescue(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be salvaged"):
         salvage(open_raw(str(file)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def several(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
+    """A list of two files with four data sets that belong together, and what does not."""
+    arrays = {
+        "data": np.random.default_rng(0).random((12, 3, 4, 5), np.float32),
+        "label": np.arange(12) % 3,
+        "box": np.random.default_rng(1).random((12, 2, 2), np.float32),
+        "weight": np.linspace(0, 1, 12, dtype=np.float64),
+    }
+    for number in range(2):
+        file = write(tmp_path / f"{number}.h5", **{top: array[6 * number :][:6] for top, array in arrays.items()})
+        with h5py.File(file, "a") as opened:
+            opened["names"], opened["deep/down"], opened["ids"] = [b"a"] * 6, np.zeros(6), np.zeros(4)
+    (tmp_path / "list.txt").write_text("0.h5\n1.h5\n")
+    return tmp_path / "list.txt", arrays
+
+
+def test_commands_know_every_data_set(several: tuple[Path, dict[str, np.ndarray]], capsys: Any) -> None:
+    path, arrays = several
+    out = path.parent / "out.npz"
+    assert export.main([str(path), str(out), "--to", "npz"]) == 0
+    assert "data, label, box, weight; numpy.load reads them" in capsys.readouterr().out
+    with np.load(out) as read:
+        assert set(read) == set(arrays)
+        for top, array in arrays.items():
+            np.testing.assert_array_equal(read[top], array.astype(np.float32))
+    for kind in ("images", "parquet"):
+        with pytest.raises(UsageError, match="rows of numbers"):
+            export.main([str(path), str(path.parent / "other"), "--to", kind])
+    assert inspect.main([str(path), "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["data_sets"] == {"data": [3, 4, 5], "label": [], "box": [2, 2], "weight": []}
+    assert (seen["labels"]["vectors"], seen["labels"]["absent"]) == (12, 0)
+    left = "data sets left alone: deep (no rows of numbers), ids (4 rows, data has 6), names (no rows of numbers)"
+    assert seen["warnings"] == [left]
+    assert inspect.main([str(path)]) == 0
+    assert "data 3x4x5, label one number, box 2x2, weight one number" in capsys.readouterr().out
+    assert verify.main([str(path), "--json"]) == 0
+    assert left in json.loads(capsys.readouterr().out)["warnings"]
+    assert mean.main([str(path), str(path.parent / "mean.binaryproto")]) == 0
+
+
+@pytest.mark.parametrize("top", ["data", "label", "box"])
+def test_what_is_not_finite_is_told_in_whatever_data_set_it_lies(
+    several: tuple[Path, dict[str, np.ndarray]], top: str, capsys: Any
+) -> None:
+    path, arrays = several
+    with h5py.File(path.parent / "1.h5", "r+") as file:
+        changed = arrays[top][6:].astype(np.float32)
+        changed[3] = np.nan
+        del file[top]
+        file[top] = changed
+    assert verify.main([str(path)]) == 0
+    assert "1 records hold NaN or infinity, the first has key '0000000009'" in capsys.readouterr().out
+    inspect.main([str(path), "--json"])
+    assert any("NaN" in line for line in json.loads(capsys.readouterr().out)["warnings"])
+
+
+def test_labels_are_counted_where_they_are_whole_and_never_made_up(tmp_path: Path, capsys: Any) -> None:
+    file = write(tmp_path / "x.h5", data=np.ones((10, 3)), label=np.arange(10.0) % 2)
+    inspect.main([str(file), "--json"])
+    assert json.loads(capsys.readouterr().out)["labels"]["counts"] == {"0": 5, "1": 5}
+    verify.main([str(file)])
+    assert "no label" not in capsys.readouterr().out
+    write(tmp_path / "y.h5", features=np.ones((10, 3)))
+    inspect.main([str(tmp_path / "y.h5"), "--json"])
+    labels = json.loads(capsys.readouterr().out)["labels"]
+    assert (labels["present"], labels["absent"]) == (0, 10)
+
+
+def test_no_rescue_is_offered_where_there_is_none(tmp_path: Path, capsys: Any) -> None:
+    file = write(tmp_path / "x.h5", label=np.arange(400))
+    with h5py.File(file, "a") as opened:
+        opened.create_dataset("data", data=np.arange(40000).reshape(400, 100), chunks=(10, 100), compression="gzip")
+        chunk = opened["data"].id.get_chunk_info(20)
+    with open(file, "r+b") as raw:
+        raw.seek(chunk.byte_offset)
+        raw.write(bytes(chunk.size))
+    assert verify.main([str(file)]) == 1
+    told = capsys.readouterr().out
+    assert "NOT FINE" in told
+    assert "--salvage" not in told
