@@ -124,6 +124,9 @@ class FeedConfig(_Model):
     topology: Literal["fused", "split"] = _choice("fused", "fused or split")
     max_restarts: int = _integer(3, 0, 1000, "how many lost workers are replaced")
     stall_timeout_s: float = _number(60.0, 0.1, 86_400, "seconds without any progress before the job gives up")
+    pixels: Literal["float32", "uint8"] = _choice(
+        "float32", "float32 or uint8 (a quarter of the bytes to copy; mean and scale are applied on the device)"
+    )
     poison: bool = _choice(False, "true or false: fill slots with 0xFF when they are free, to find a late reader")
 
 
@@ -142,6 +145,8 @@ class DeviceConfig(_Model):
     loss_scale: Literal["dynamic"] | Annotated[float, Field(ge=2**-16, le=2**24, allow_inf_nan=False)] = Field(
         default="dynamic", description=f"dynamic or a number from {2**-16:g} to {2**24}: fp16's factor on the loss"
     )
+    loss_scale_start: float = _number(65536.0, 2**-16, 2**24, "where a dynamic loss scale starts")
+    loss_scale_growth: int = _integer(2000, 1, 2**31 - 1, "good steps in a row that double a dynamic loss scale")
     blas_threads: int = _integer(1, 1, 1024, "BLAS threads of the trainer")
 
 

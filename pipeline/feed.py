@@ -28,6 +28,7 @@ from pipeline.engines import Engine, InlineEngine, RayEngine
 from pipeline.maker import Slot, probe, stream_of
 from pipeline.ring import Ready
 from pipeline.spec import FeedSpec, Phase, feed_spec
+from pipeline.transforms import Transform
 from pipeline.worker import open_data
 from profiler.errors import StallscopeError, UsageError
 from profiler.events import Flag, Stage
@@ -43,7 +44,8 @@ class Batch:
     Attributes
     ----------
     step, epoch: position in the stream; epoch is that of the first item.
-    data: float32[B, C, H, W]; labels: int32[B] or float32[B, K]; ids, epochs: int64[B], record and epoch of each item.
+    data: float32[B, C, H, W], or uint8 where the spec says so (``pixels``); labels: int32[B] or float32[B, K].
+    ids, epochs: int64[B], record and epoch of each item.
     hashes: of ids, ids_set, raw, raw_set, fill (see docs/design.md); empty when fingerprints are off.
     """
 
@@ -63,7 +65,7 @@ class Batch:
         return self._count
 
     @property
-    def data(self) -> NDArray[np.float32]:
+    def data(self) -> np.ndarray:
         return self._live().samples(self._count)
 
     @property
@@ -189,6 +191,13 @@ class Feed:
     def sample_shape(self) -> tuple[int, int, int]:
         """(C, H, W) of one sample."""
         return self.probe.sample_shape
+
+    @property
+    def mean(self) -> NDArray[np.float32]:
+        """float32[C, 1, 1] or [C, H, W]: what is subtracted from pixels before they are scaled."""
+        transform = Transform(self.spec.transform, self.spec.seed, self.spec.phase_number)
+        transform.fit(self.probe.record_shape, self.probe.first)
+        return transform.mean
 
     @property
     def sizes_change(self) -> bool:

@@ -116,6 +116,9 @@ class Job:
     def hand_over(self, batch: StagedBatch, arrays: Mapping[str, Any]) -> None:
         """The net takes the batch's arrays for its next step."""
         self._fed = ("TRAIN", batch.ids, batch.labels)  # should a label turn out wrong: whose it is
+        if self._normalise is not None:
+            data, *rest = arrays
+            arrays = {data: self._normalise(arrays[data]), **{name: arrays[name] for name in rest}}
         self.solver.take(arrays)
         batch.taken()
 
@@ -328,14 +331,20 @@ class Job:
         self._stack.callback(device.close)
         pinned = device.register(feed.memory)
         self.recorder.note("staging", buffers=device.ahead + 1, pinned_bytes=feed.memory.nbytes if pinned else 0)
+        self._normalise = None
+        if feed.spec.pixels == "uint8" and not self.config.only_feeds:
+            from gpu.normalise import Normalise
+
+            self._normalise = Normalise(device.backend.xp, feed.mean, feed.spec.transform.scale)
         shapes = feed.blob_shapes[: len(self._names["TRAIN"])]
-        dtypes = [np.float32, np.float32 if len(feed.label_shape) > 1 else np.int32]
+        dtypes = [np.dtype(feed.spec.pixels), np.float32 if len(feed.label_shape) > 1 else np.int32]
         device.reserve(
             {name: (shape, dtype) for name, shape, dtype in zip(self._names["TRAIN"], shapes, dtypes, strict=False)}
         )
 
     def _open_solver(self, backend: Backend) -> Any:
         from datasets import caffe_pb2
+        from gpu.loss_scale import LossScale
         from gpu.parameters import ParamShapesError
         from gpu.prototxt import read_message
         from gpu.solver import Solver
@@ -359,7 +368,11 @@ class Job:
                 reuse=config.profile.fingerprints != "layer",  # those look at every blob after the step
                 precision=config.device.precision,
                 keep_fp32=config.device.keep_fp32,
-                loss_scale=config.device.loss_scale,
+                loss_scale=LossScale.of(
+                    config.device.loss_scale,
+                    start=config.device.loss_scale_start,
+                    growth=config.device.loss_scale_growth,
+                ),
                 beside={f"the ring of {f.spec.phase} (feed.depth {f.spec.depth})": f.memory_bytes for f in self._feeds},
             )
         except ParamShapesError as error:

@@ -105,18 +105,26 @@ def philox_blocks(seed, phase, stream, epochs, records, words):
 
 @njit
 def put(image, top, left, flip, mean, scale, row, out):
-    """Crop, mirror, subtract the mean and scale one image uint8[C, H, W] into out, float32[C, h, w].
+    """Crop, mirror, subtract the mean and scale one image uint8[C, H, W] into out, [C, h, w].
 
-    row: float32[w], for a line that is to be turned round: writing from its end on is not vectorised, and copying is.
+    mean: float32; one without elements: the pixels stay as they are, and out is uint8.
+    row: [w] of the type of out, for a line that is to be turned round: writing from its end on is not vectorised, and
+    copying is.
     """
     channels, rows, columns = out.shape
-    whole = mean.shape[1] * mean.shape[2] > 1
+    whole, as_is = mean.shape[1] * mean.shape[2] > 1, mean.size == 0
     for c in range(channels):
-        constant = mean[c, 0, 0]
+        constant = np.float32(0) if as_is else mean[c, 0, 0]
         for y in range(rows):
             source = image[c, top + y, left : left + columns]
             target = out[c, y]
-            if whole:
+            if as_is and flip:
+                for x in range(columns):
+                    row[x] = source[x]
+            elif as_is:
+                for x in range(columns):
+                    target[x] = source[x]
+            elif whole:
                 means = mean[c, top + y, left : left + columns]
                 if flip:
                     for x in range(columns):
@@ -141,9 +149,9 @@ def fill(addresses, heights, widths, h_off, w_off, mirror, mean, scale, out):
     """:func:`put` for a batch, straight into its slot.
 
     addresses uint64[B], heights, widths, h_off, w_off int64[B] and mirror bool[B] describe uint8[C, H, W] images;
-    mean is float32[C, 1, 1] or float32[C, H, W]; scale float32; out float32[B, C, h, w].
+    mean is float32[C, 1, 1] or float32[C, H, W]; scale float32; out float32 or uint8 [B, C, h, w].
     """
-    row = np.empty(out.shape[3], np.float32)
+    row = np.empty(out.shape[3], out.dtype)
     for i in range(len(addresses)):
         shape = (out.shape[1], heights[i], widths[i])
         image = carray(_pixels(addresses[i]), shape, np.uint8)  # type: ignore[call-arg]

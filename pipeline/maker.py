@@ -52,9 +52,9 @@ _TRY = "data.on_bad_record: skip or zero goes on without it; python -m datasets.
 class Layout:
     """Where things lie in a slot.
 
-    data float32[batch, C, h, w], labels int32[batch] or float32[batch, label_width], ids and epochs int64[batch], then
-    rows about records that could not be used and their number; each part begins at a multiple of 64 bytes. Where
-    samples have sizes of their own (``room``), data is float32[room] and a last part says the shape in use.
+    data float32 (or uint8) [batch, C, h, w], labels int32[batch] or float32[batch, label_width], ids and epochs
+    int64[batch], then rows about records that could not be used and their number; each part begins at a multiple of 64 bytes. Where
+    samples have sizes of their own (``room``), data is [room] and a last part says the shape in use.
     """
 
     batch: int
@@ -62,6 +62,7 @@ class Layout:
     label_width: int  # 0: one int32 a sample
     bad_rows: int = 0  # see pipeline.bad_records
     room: int = 0  # see pipeline.sizes
+    pixels: str = "float32"  # the type of data
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +71,7 @@ class Layout:
     def _parts(self) -> list[tuple[str, tuple[int, ...], Any, int]]:
         """(name in the slot, shape, dtype, end) of each part."""
         wanted: list[tuple[str, tuple[int, ...], Any]] = [
-            ("data", (self.room,) if self.room else (self.batch, *self.sample_shape), np.float32),
+            ("data", (self.room,) if self.room else (self.batch, *self.sample_shape), np.dtype(self.pixels)),
             ("labels", (self.batch, self.label_width), np.float32) if self.label_width
             else ("labels", (self.batch,), np.int32),
             ("ids", (self.batch,), np.int64),
@@ -102,7 +103,7 @@ class Layout:
 class Slot:
     """The arrays of one slot, for a full batch; a short batch fills the first rows."""
 
-    data: NDArray[np.float32]
+    data: np.ndarray
     labels: np.ndarray
     ids: NDArray[np.int64]
     epochs: NDArray[np.int64]
@@ -110,8 +111,8 @@ class Slot:
     bad_count: NDArray[np.int64] | None = None
     shape: NDArray[np.int64] | None = None
 
-    def samples(self, count: int) -> NDArray[np.float32]:
-        """The batch's own part of ``data``, float32[count, C, h, w]."""
+    def samples(self, count: int) -> np.ndarray:
+        """The batch's own part of ``data``, [count, C, h, w]."""
         if self.shape is None:
             return self.data[:count]
         channels, height, width = (int(size) for size in self.shape)
@@ -194,7 +195,9 @@ def probe(spec: FeedSpec, source: Source) -> Probe:
     width = len(label) if isinstance(label, np.ndarray) else 0
     check_label(label, width, record)
     rows = bad_records.capacity(spec.on_bad_record, spec.batch)
-    layout = Layout(spec.batch, sample_shape, width, rows, sizes.room(spec, source, shape))
+    layout = Layout(spec.batch, sample_shape, width, rows, sizes.room(spec, source, shape), spec.pixels)
+    if spec.pixels == "uint8":
+        transform.check_pixels(image, record)
     return Probe(len(source), source.backend, str(record), shape, sample_shape, layout, source.blobs)
 
 
@@ -234,7 +237,9 @@ class BatchMaker:
             resize.prepare()
         shape, one = self.probe.record_shape, np.zeros(1, np.int64)
         draws = philox.draw(0, 0, one, one, (one, one), mirror=True, random_crop=False)
-        self.transform.fill([np.zeros(shape, np.uint8)], draws, np.empty((1, *self.probe.sample_shape), np.float32))
+        self.transform.fill(
+            [np.zeros(shape, np.uint8)], draws, np.empty((1, *self.probe.sample_shape), self.probe.layout.pixels)
+        )
         if self._native is not None:
             self._native.warm_up(self.probe.layout)
         if self.spec.fingerprints != "off":
@@ -335,6 +340,9 @@ class BatchMaker:
                 spec.seed, spec.phase_number, items.epochs, ids, spare,
                 mirror=spec.transform.mirror, random_crop=bool(spec.transform.crop) and spec.phase == "TRAIN",
             )  # fmt: skip
+            if spec.pixels == "uint8":
+                for image, record in zip(images, records, strict=True):
+                    transform.check_pixels(image, record)
             transform.fill(images, draws, data)
             for i in blank:
                 data[i] = 0

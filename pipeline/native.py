@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from datasets.errors import DatasetCorrupt
 from pipeline import philox
 from pipeline.spec import FeedSpec
-from pipeline.transforms import Transform
+from pipeline.transforms import NO_MEAN, Transform
 from profiler.events import Stage
 from profiler.recorder import Recorder
 
@@ -106,8 +106,9 @@ class Native:
             whole = np.empty(size + size // 2 + 2 * _ALIGN, np.uint8)
             self._scratch = whole[-whole.ctypes.data % _ALIGN :]
         transform, mirror = self._transform, self._spec.transform.mirror
+        mean = transform.mean if slot.data.dtype == np.float32 else NO_MEAN
         taken: int = make(
-            fd, offsets, lengths, self._scratch, self._shape, words, mirror, self._random, transform.mean,
+            fd, offsets, lengths, self._scratch, self._shape, words, mirror, self._random, mean,
             transform.scale, slot.data, slot.labels, raw, times,
         )  # fmt: skip
         return taken

@@ -101,7 +101,7 @@ def make(fd, offsets, lengths, scratch, shape, words, mirror, random, mean, scal
     """
     pair, found = np.empty(2, np.int64), np.empty(6, np.int64)
     rows, columns = out.shape[2], out.shape[3]
-    row = np.empty(columns, np.float32)
+    row = np.empty(columns, out.dtype)
     before = _now(pair)
     for i in range(len(offsets)):
         size = lengths[i]

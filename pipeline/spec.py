@@ -70,6 +70,8 @@ class FeedSpec:
     fingerprints: anything but ``"off"``: hash ids, stored bytes and slot of every batch.
     recorder_folder, detail: where and how finely workers record; None: they do not.
     first_actor: number of the first worker in the recorded run.
+    pixels: what lies in the slots: samples as the net takes them, float32, or the pixels that they are made of, uint8,
+        a quarter of the bytes: cropped and mirrored, mean and scale left to whoever takes them.
     poison: fill freed slots with 0xFF, so that a reader of a stale slot shows.
     """
 
@@ -105,6 +107,7 @@ class FeedSpec:
     detail: Literal["off", "steps", "full"] = "off"
     fingerprints: Literal["off", "step", "layer"] = "off"
     first_actor: int = 1
+    pixels: Literal["float32", "uint8"] = "float32"
     poison: bool = False
     readahead: bool | None = None
     lock: bool = False
@@ -121,6 +124,19 @@ class FeedSpec:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"{name} of a feed is out of range", expected=f"{least} or more", found=value)
+        if self.pixels == "uint8" and self.transform.mean_file and (self.transform.crop or self.transform.mirror):
+            raise UsageError(
+                "feed.pixels: uint8 cannot go with a mean image where samples are cropped or mirrored",
+                expected="mean_value, or feed.pixels: float32",
+                found=self.transform.mean_file,
+                hint="the mean of a pixel depends on where it was before the crop, which a slot does not say",
+            )
+        if self.pixels == "uint8" and self.on_bad_record == "zero":
+            raise UsageError(
+                "feed.pixels: uint8 cannot go with on_bad_record: zero",
+                expected="on_bad_record: stop or skip, or feed.pixels: float32",
+                hint="a sample of zeros is one after mean and scale, which a slot of pixels comes before",
+            )
         if self.workers != "auto" and not 1 <= self.workers <= 256:
             raise UsageError("feed.workers is out of range", expected="auto or 1 to 256", found=self.workers)
 
@@ -202,6 +218,7 @@ def feed_spec(
         start_step=start_step,
         stop_step=stop_step,
         max_restarts=feed.max_restarts,
+        pixels="float32" if test else feed.pixels,
         poison=feed.poison,
         stall_timeout_s=feed.stall_timeout_s,
         worker_cpus=0.1 if test else 0.75,

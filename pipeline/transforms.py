@@ -21,6 +21,10 @@ Function = Callable[[np.ndarray, Any, np.random.Generator], tuple[np.ndarray, An
 Shape = tuple[int, int, int]
 
 
+NO_MEAN = np.empty((0, 0, 0), np.float32)
+"""For the compiled loops: leave the pixels as they are."""
+
+
 class TransformError(StallscopeError):
     """An image does not fit the transform, or a user's transform failed."""
 
@@ -111,6 +115,16 @@ class Transform:
                 hint="set transform.crop, or resize the records when they are converted",
             )
 
+    def check_pixels(self, image: np.ndarray, where: object) -> None:
+        """Raise :class:`TransformError` for an image of floats, which a slot of uint8 cannot hold."""
+        if image.dtype != np.uint8:
+            raise TransformError(
+                f"{where} holds floats, and the slots hold pixels of 8 bits",
+                expected="uint8",
+                found=str(image.dtype),
+                hint="feed.pixels: float32",
+            )
+
     def apply_function(
         self, image: np.ndarray, label: Any, epoch: int, record: int, where: object
     ) -> tuple[np.ndarray, Any]:
@@ -146,7 +160,7 @@ class Transform:
         return np.ascontiguousarray(changed), label
 
     def fill(self, images: Sequence[np.ndarray], draws: Draws, out: np.ndarray) -> None:
-        """Write a batch of checked images into ``out``, float32[B, C, h, w].
+        """Write a batch of checked images into ``out``, float32[B, C, h, w]; uint8: cropped and mirrored only.
 
         One compiled call for uint8 images; float images take the NumPy reference, which gives the same bits.
         """
@@ -160,7 +174,8 @@ class Transform:
         addresses = np.fromiter((image.__array_interface__["data"][0] for image in images), np.uint64, count)
         heights = np.fromiter((image.shape[1] for image in images), np.int64, count)
         widths = np.fromiter((image.shape[2] for image in images), np.int64, count)
-        fill(addresses, heights, widths, draws.h_off, draws.w_off, draws.mirror, self.mean, self.scale, out)
+        mean = self.mean if out.dtype == np.float32 else NO_MEAN
+        fill(addresses, heights, widths, draws.h_off, draws.w_off, draws.mirror, mean, self.scale, out)
 
     def fill_numpy(self, images: Sequence[np.ndarray], draws: Draws, out: np.ndarray) -> None:
         """The reference of :meth:`fill` in plain NumPy."""
@@ -169,8 +184,9 @@ class Transform:
         for index, image in enumerate(images):
             top, left = int(draws.h_off[index]), int(draws.w_off[index])
             window = np.s_[:, top : top + height, left : left + width]
-            mean = self.mean[window] if whole else self.mean
-            values = (image[window].astype(np.float32) - mean) * self.scale
+            values = image[window]
+            if out.dtype == np.float32:
+                values = (values.astype(np.float32) - (self.mean[window] if whole else self.mean)) * self.scale
             out[index] = values[:, :, ::-1] if draws.mirror[index] else values
 
 
