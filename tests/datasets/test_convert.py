@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -250,6 +252,25 @@ def test_the_command_line_ends_with_a_message_and_no_traceback(tmp_path: Path) -
     assert done.returncode == 2
     assert "nothing.npz" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_progress_is_shown_up_to_the_last_record(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (250, 1, 5, 7), np.uint8)
+    np.savez(tmp_path / "in.npz", images=images, labels=np.arange(250))
+    terminal, end = os.openpty()
+    command = [sys.executable, "-m", "datasets.convert", "npz", str(tmp_path / "in.npz"), str(tmp_path / "out")]
+    try:
+        done = subprocess.run(command, stderr=end, stdout=subprocess.PIPE, cwd=ROOT, env=os.environ | {"TERM": "xterm"})
+    finally:
+        os.close(end)
+    assert done.returncode == 0
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal that nobody has open
+        while part := os.read(terminal, 1 << 16):
+            shown += part
+    os.close(terminal)
+    assert b"writing out" in shown
+    assert b"250/250" in shown
 
 
 @pytest.mark.parametrize(
