@@ -53,8 +53,8 @@ class Layout:
     """Where things lie in a slot.
 
     data float32 (or uint8) [batch, C, h, w], labels int32[batch] or float32[batch, label_width], ids and epochs
-    int64[batch], then rows about records that could not be used and their number; each part begins at a multiple of 64 bytes. Where
-    samples have sizes of their own (``room``), data is [room] and a last part says the shape in use.
+    int64[batch], then rows about records that could not be used and their number; each part begins at a multiple of 64
+    bytes. Where samples have sizes of their own (``room``), data is [room] and a last part says the shape in use.
     """
 
     batch: int
