@@ -1,0 +1,64 @@
+"""This project's feed: through Ray with two workers, or inline, from LMDB or LevelDB; strict order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.feeds.cases import MEAN, Case
+
+PACKAGES = ()
+VARIANTS = ("ray, lmdb", "ray, leveldb", "inline, lmdb", "inline, leveldb")
+WORKERS = 2
+_workers_up: list[float] = []
+
+
+def ready_s() -> float | None:
+    """When all workers had entered the ring."""
+    return _workers_up[-1] if _workers_up else None
+
+
+def flags(case: Case, place: Path, engine: str, backend: str, fingerprints: bool) -> dict[str, Any]:
+    """The configuration. A key that this version does not know ends the measurement with its name."""
+    chosen: dict[str, Any] = {
+        "data.train.source": str(place / backend),
+        "data.train.batch": case.batch,
+        "data.order.seed": 1,
+        "data.transform.crop": case.crop,
+        "data.transform.mirror": True,
+        "device.backend": "emulated",
+        "run.iterations": 2**31 - 1,
+        "feed.engine": engine,
+        "feed.workers": WORKERS,
+        "profile.detail": "off",
+        "profile.fingerprints": "step" if fingerprints else "off",
+    }
+    if case.dtype == "float32":
+        chosen["data.transform.mean_value"] = list(MEAN)
+    else:
+        chosen["data.transform.dtype"] = "uint8"
+    if case.data.encoded:
+        chosen["data.transform.random_resized_crop"] = True
+        chosen["data.transform.decode"] = case.decode
+    return chosen
+
+
+@contextlib.contextmanager
+def open_feed(
+    case: Case, folder: Path, variant: str, fingerprints: bool = False
+) -> Iterator[Iterator[tuple[Any, Any]]]:
+    import pipeline
+
+    engine, _, backend = variant.partition(", ")
+    # Next to the data: a kept index is of use to the next round, and nothing of it lands in a home folder.
+    os.environ.setdefault("STALLSCOPE_CACHE", str(folder.parent / "cache"))
+    config = pipeline.load(None, flags(case, folder, engine, backend, fingerprints))
+    with pipeline.Feed(config) as feed:
+        while engine == "ray" and len(feed.stats()["workers"]) < WORKERS:
+            time.sleep(0.002)
+        _workers_up.append(time.monotonic())
+        yield ((batch.data, batch.labels) for batch in feed)
