@@ -1,8 +1,7 @@
 """Where records lie in the file of an LMDB: position in key order to offset and length, remembered once found.
 
-A record takes 16 bytes, filled in page by page as its neighbours are asked for, and never more than 40 MiB in all: of
-a database with more records than fit, those met last are remembered. (So the memory is bounded also where keys are
-padded numbers and there is no index.)
+A record takes 16 bytes, filled in page by page as its neighbours are asked for. Of a database with more records than
+fit into 40 MiB nothing is remembered but the branch pages: each look-up reads the leaf.
 """
 
 from __future__ import annotations
@@ -15,11 +14,15 @@ import numpy as np
 from datasets import lmdb_walk
 from datasets.key_index import DenseKeys, KeyIndex
 from datasets.lmdb_file import BIGDATA, HEADER, LmdbFile, Meta, Tree
-from datasets.lmdb_pages import Leaf
+from datasets.lmdb_pages import Leaf, Pages
 
-MOST_CELLS = 1 << 21
-"""Records whose places are remembered: 2 Mi, in 32 MiB and 8 MiB to tell which they are."""
-_LARGEST = (1 << 63) - 1
+MOST_CELLS = 40 << 16
+"""Records of a database whose places are remembered: 2.5 Mi, in 40 MiB."""
+PLAIN = 512
+"""Records that are looked up without the compiled code, as long as nothing has loaded it: a second saved for whoever
+asks for a few."""
+FEW = 8
+"""Up to so many records are located one by one: arrays would cost more."""
 _FAR = 1 << 44  # no page lies so far out: its first byte still fits into 63 bits
 
 
@@ -44,86 +47,95 @@ class Locator:
     """Finds records of one tree, which nobody may have written to since ``meta`` was read.
 
     A cell is two uint64: offset of the key (48 bits) and its length (16), length of the value (32) and its first
-    overflow page (32), 0 where it follows its key. (0, 0): not known. With fewer cells than records, cell
-    i mod cells holds the record that ``tags`` says: i // cells.
+    overflow page (32), 0 where it follows its key. (0, 0): not known.
     """
 
     def __init__(self, file: LmdbFile, meta: Meta, tree: Tree, index: KeyIndex) -> None:
-        self._file = file
-        self._index = index
-        self._page_size = meta.page_size
-        records = tree.entries
+        self._file, self._meta, self._tree, self._index = file, meta, tree, index
         root = tree.root if tree.root < _FAR else 0  # an empty tree has none
-        # Numbers of more digits than int64 holds are not told from neighbours: then no page may be taken over whole.
-        width, start = (index.width, index.first) if isinstance(index, DenseKeys) else (0, 0)
-        last_page = min(meta.last_page, _FAR)
-        start = min(start, _LARGEST - records)
-        self._sizes = np.array([meta.page_size, last_page, root, records, width, start], np.int64)
-        count = records if records <= MOST_CELLS else min(MOST_CELLS, records * 4 // 5)
-        self._cells = np.zeros((count, 2), np.uint64)  # zeros are no memory until they are written to
-        self._tags = np.zeros(count if count < records else 0, np.uint32)
+        if isinstance(index, DenseKeys):
+            self._keys, self._ends = _frozen(index.anchor(0)[0], np.uint8), _frozen(b"", np.uint64)
+        else:
+            assert index.packed == 1, "the keys of an LMDB are not packed in blocks"
+            self._keys, self._ends = _frozen(index.blocks, np.uint8), _frozen(index.ends, np.uint64)
+        stride = 0 if isinstance(index, DenseKeys) else index.stride
+        self._sizes = np.array([meta.page_size, min(meta.last_page, _FAR), root, tree.entries, stride], np.int64)
+        # Zeros are no memory until they are written to.
+        self._cells = np.zeros((tree.entries if tree.entries <= MOST_CELLS else 0, 2), np.uint64)
+        self._plain_left = PLAIN
         self._pages: np.ndarray | None = None
         self._held: np.ndarray | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes that the places may take."""
-        return self._cells.nbytes + self._tags.nbytes
+        return self._cells.nbytes
 
     def note(self, cells: np.ndarray) -> None:
         """Take over the places of all records, as :func:`cells_of` makes them, in key order."""
-        if len(cells) == 2 * len(self._cells) and not len(self._tags):
+        if len(cells) == 2 * len(self._cells):
             self._cells = cells.reshape(-1, 2)
 
-    def known(self, index: int) -> tuple[int, int, int, int] | None:
-        """The place of one record in the order of :class:`Located`, if it is remembered: for lists of a few."""
-        slot = index
-        if len(self._tags):
-            slot = index % len(self._cells)
-            if self._tags.item(slot) != index // len(self._cells):
-                return None
-        first, rest = self._cells.item(slot, 0), self._cells.item(slot, 1)
-        if not first:
+    def plain(self, indices: list[int]) -> tuple[list[int], ...] | None:
+        """The places of records, in lists, without the compiled code; None where that is the faster way.
+
+        What is wrong with a record that cannot be found, :meth:`locate` tells.
+        """
+        left = 0 if lmdb_walk.find.loaded else self._plain_left
+        if len(indices) > FEW and not left:
             return None
-        key_offset, key_length, overflow = first & (1 << 48) - 1, first >> 48, rest >> 32
-        offset = overflow * self._page_size + HEADER if overflow else key_offset + key_length
-        return offset, rest & 0xFFFFFFFF, key_offset, key_length
+        known = self._cells[indices].tolist() if len(self._cells) else [(0, 0)] * len(indices)
+        found = [self._place(*cell) for cell in known]
+        missing = found.count(None)
+        if missing:
+            self._plain_left = max(0, left - missing)
+            if missing > left:
+                return None
+            found = [place or self._find(index) for place, index in zip(found, indices, strict=True)]
+            if None in found:
+                return None
+        return tuple(map(list, zip(*found, strict=True)))
 
     def locate(self, indices: np.ndarray) -> Located:
         """The places of the records ``indices`` (int64, each of them one that exists). Raises :class:`Unlocated`."""
-        slots = indices if not len(self._tags) else indices % len(self._cells)
-        cells = self._cells[slots]
-        places, rest = cells[:, 0].view(np.int64), cells[:, 1].view(np.int64)
-        known = places != 0
-        if len(self._tags):
-            known &= self._tags[slots] == indices // len(self._cells)
-        key_offsets, key_lengths = places & (1 << 48) - 1, (places >> 48) & 0xFFFF
-        overflow = (rest >> 32) & 0xFFFFFFFF
-        offsets = np.where(overflow != 0, overflow * self._page_size + HEADER, key_offsets + key_lengths)
-        located = Located(offsets, rest & 0xFFFFFFFF, key_offsets, key_lengths)
-        if not known.all():
-            (missing,) = np.nonzero(~known)
-            for part, found in zip(located, self._walk(indices, missing).T, strict=True):
-                part[missing] = found
-        return located
+        return self._call(indices, _NOTHING, _NO_STARTS)
 
-    def _walk(self, indices: np.ndarray, missing: np.ndarray) -> np.ndarray:
+    def read(self, indices: np.ndarray, data: np.ndarray) -> tuple[Located, np.ndarray]:
+        """As :meth:`locate`, and the records that lie on leaf pages are read into ``data`` (uint8), as far as they fit.
+
+        The second result says where in it their values begin, each with its key right before it: int64, -1 for those
+        that are not there.
+        """
+        starts = np.empty(len(indices), np.int64)
+        return self._call(indices, data, starts), starts
+
+    def _call(self, indices: np.ndarray, data: np.ndarray, starts: np.ndarray) -> Located:
         if self._pages is None or self._held is None:
-            self._pages = np.empty((lmdb_walk.SLOTS, self._page_size), np.uint8)
-            self._held = np.full(lmdb_walk.SLOTS, -1, np.int64)
-        wanted = indices[missing]
-        anchors = [self._index.anchor(index) for index in wanted.tolist()]
-        keys = np.frombuffer(b"".join([key for key, _ in anchors]), np.uint8)
-        ends = np.cumsum([len(key) for key, _ in anchors], dtype=np.int64)
-        steps = np.array([step for _, step in anchors], np.int64)
-        out, failed = np.empty((len(wanted), 4), np.int64), np.empty(2, np.int64)
-        done = lmdb_walk.walk(
-            self._file.fd, self._sizes, wanted, keys, ends, steps,
-            self._pages, self._held, self._cells, self._tags, out, failed,
+            page_size = self._meta.page_size
+            rows = max(lmdb_walk.BRANCH_BYTES // page_size, lmdb_walk.WAYS)
+            self._pages = np.empty((rows + 1, page_size), np.uint8)  # no memory either until pages are read into it
+            self._held = np.full(rows + 1, -1, np.int64)
+        places, failed = np.empty((4, len(indices)), np.int64), np.empty(2, np.int64)
+        done = lmdb_walk.find(
+            self._file.fd, self._sizes, indices, self._keys, self._ends, self._pages, self._held, self._cells,
+            places, failed, data, starts,
         )  # fmt: skip
-        if done < len(wanted):
-            raise Unlocated(int(missing[done]), int(failed[0]), int(failed[1]))
-        return out
+        if done < len(indices):
+            raise Unlocated(done, int(failed[0]), int(failed[1]))
+        return Located(*places)
+
+    def _find(self, index: int) -> tuple[int, int, int, int] | None:
+        """The place of one record, by the pages as :mod:`datasets.lmdb_pages` reads them."""
+        key, steps = self._index.anchor(index)
+        leaf = Pages(self._file, self._meta).find(self._tree, key, steps)
+        return None if leaf is None else self._place(*cells_of(leaf, self._meta))
+
+    def _place(self, first: int, rest: int) -> tuple[int, int, int, int] | None:
+        if not first:
+            return None
+        key_offset, key_length, overflow = first & (1 << 48) - 1, first >> 48, rest >> 32
+        offset = overflow * self._meta.page_size + HEADER if overflow else key_offset + key_length
+        return offset, rest & 0xFFFFFFFF, key_offset, key_length
 
 
 def cells_of(leaf: Leaf, meta: Meta) -> Iterator[int]:
@@ -146,3 +158,13 @@ def cells_of(leaf: Leaf, meta: Meta) -> Iterator[int]:
         else:
             yield 0
             yield 0
+
+
+def _frozen(content: object, kind: type[np.generic]) -> np.ndarray:
+    """A view that cannot be written to: numba compiles once more for one that can."""
+    view = np.frombuffer(content, kind)  # type: ignore[call-overload]  # whatever has a buffer
+    view.flags.writeable = False
+    return view
+
+
+_NOTHING, _NO_STARTS = np.empty(0, np.uint8), np.empty(0, np.int64)

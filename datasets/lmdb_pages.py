@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -94,7 +94,7 @@ class Pages:
                 yield Lost(f"page {number}", problem)
             if page is None:
                 continue
-            places, broken = _nodes(page)
+            places, broken = nodes(page)
             if broken:
                 yield Lost(f"page {number}", broken)
             if page[10] & BRANCH:
@@ -112,7 +112,7 @@ class Pages:
             number = tree.root
             for _ in range(_DEEPEST):
                 page, problem = self.page(number)
-                places = _nodes(page)[0] if page is not None else []
+                places = nodes(page)[0] if page is not None else []
                 if page is None or problem or not places:
                     return Lost(
                         f"page {number}", problem or ("lies beyond the end of the file" if self.cut else "is empty")
@@ -124,6 +124,29 @@ class Pages:
             else:
                 return Lost(f"page {number}", f"lies below {_DEEPEST} others")
         return found[0], found[1]
+
+    def find(self, tree: Tree, key: bytes, steps: int = 0) -> Leaf | None:
+        """The leaf with the record that comes ``steps`` behind ``key``, and no other of its records.
+
+        None where it lies on another leaf than the key, or is not found, or anything on the way is damaged.
+        """
+        number = tree.root
+        for _ in range(_DEEPEST):
+            page, problem = self.page(number)
+            if page is None or problem:
+                return None
+            places, broken = nodes(page)
+            if broken or not places:
+                return None
+            if page[10] & LEAF:
+                at = bisect_left(places, key, key=lambda place: _key(page, place))
+                if at + steps >= len(places) or _key(page, places[at]) != key:
+                    return None
+                return Leaf(number, page, [places[at + steps]], b"", None, "")
+            # The first key of a branch says nothing.
+            at = bisect_right(places, key, lo=1, key=lambda place: _key(page, place)) - 1
+            number = int.from_bytes(page[places[at] : places[at] + 6], "little")
+        return None
 
     def page(self, number: int) -> tuple[bytes | None, str]:
         """The page, if its records can be found, and what is wrong with it."""
@@ -297,11 +320,17 @@ class LmdbReader(RawReader):
         )
 
     def _walk(self, pages: Pages) -> Iterator[Stored | Lost]:
+        from datasets.lmdb_strays import Strays
+
+        strays = Strays(Pages(pages.file, self._meta), self._meta, self._tree)
         for item in pages.leaves(self._tree):
             if isinstance(item, Lost):
                 yield item
-            else:
-                yield from self._leaf(pages, item)
+                continue
+            yield from strays.before(item.low)
+            yield from self._leaf(pages, item)
+            strays.skip(item.high)
+        yield from strays.before(None)
 
     def _leaf(self, pages: Pages, leaf: Leaf) -> Iterator[Stored | Lost]:
         number, page, low, high = leaf.number, leaf.page, leaf.low, leaf.high
@@ -322,7 +351,7 @@ class LmdbReader(RawReader):
             yield Stored(key, value, order or leaf.doubt or questionable)
 
 
-def _nodes(page: bytes) -> tuple[list[int], str]:
+def nodes(page: bytes) -> tuple[list[int], str]:
     """Where the nodes of a page begin, without those that cannot lie on it, and what is wrong with these."""
     lower, upper = struct.unpack_from("<HH", page, 12)
     offsets = struct.unpack_from(f"<{(lower - HEADER) // 2}H", page, HEADER)

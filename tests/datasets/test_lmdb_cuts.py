@@ -7,9 +7,10 @@ import signal
 import time
 
 import lmdb
+import numpy as np
 import pytest
 
-from datasets import lmdb_source, open_source
+from datasets import lmdb_locate, lmdb_source, open_source
 from datasets.errors import DatasetChanged, DatasetCorrupt, DatasetTruncated, NotADataset
 from tests.datasets import golden
 
@@ -28,6 +29,7 @@ def test_no_moment_of_a_cut_kills_the_reader(tmp_path, monkeypatch, keys, scanne
     if not scanned:
         monkeypatch.setattr(lmdb_source, "_SCAN_LIMIT", 10)
         monkeypatch.setattr(lmdb_source, "_KEEP_FROM", 10)
+        monkeypatch.setattr(lmdb_locate, "PLAIN", 0)
     folder = tmp_path / "db"
     with lmdb.open(str(folder), map_size=64 << 20, lock=False) as env, env.begin(write=True) as txn:
         for index in range(400):
@@ -35,6 +37,7 @@ def test_no_moment_of_a_cut_kills_the_reader(tmp_path, monkeypatch, keys, scanne
     whole = (folder / "data.mdb").read_bytes()
     with open_source(folder) as source:  # compiles what the child needs, and keeps the index
         source.read_many(range(400))
+        source.locate(np.arange(400))
     stop = tmp_path / "stop"
 
     def read():

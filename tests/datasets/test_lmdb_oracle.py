@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from datasets import lmdb_source, raw
+from datasets import lmdb_locate, lmdb_source, lmdb_walk, raw
 from datasets.errors import NotADataset
 from datasets.lmdb_file import LmdbFile
 from datasets.source import open_source
@@ -69,10 +69,22 @@ def check(folder: Path, db: bytes | None = None) -> int:
     return len(told)
 
 
-@pytest.fixture(params=[1 << 18, 0], ids=["gone through", "looked up"])
+@pytest.fixture(scope="module", autouse=True)
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Once it is loaded, the compiled code reads whatever it can."""
+    with open_source(write_lmdb(tmp_path_factory.mktemp("first") / "db", {b"0": b"v"})) as source:
+        source.locate(np.zeros(1, np.int64))
+
+
+@pytest.fixture(params=["gone through", "looked up", "forgotten", "not compiled"])
 def scanned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 0 the places of pages are never taken over from a scan: each record is found by its key."""
-    monkeypatch.setattr(lmdb_source, "_SCAN_LIMIT", request.param)
+    """Where places are not taken over from the scan, each record is found by its key; forgotten, each time."""
+    monkeypatch.setattr(lmdb_source, "_SCAN_LIMIT", 1 << 18 if request.param == "gone through" else 0)
+    if request.param == "forgotten":
+        monkeypatch.setattr(lmdb_locate, "MOST_CELLS", 0)
+    if request.param == "not compiled":
+        monkeypatch.setattr(lmdb_locate, "PLAIN", 1 << 20)
+        monkeypatch.setattr(lmdb_walk.find, "_dispatcher", None)
 
 
 @pytest.mark.usefixtures("scanned")

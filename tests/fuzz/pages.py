@@ -13,7 +13,7 @@ from pathlib import Path
 
 import lmdb
 
-from datasets import lmdb_source, raw
+from datasets import lmdb_locate, lmdb_source, lmdb_walk, raw
 from datasets.errors import SourceError
 from datasets.raw import Stored
 from datasets.source import open_source
@@ -62,21 +62,29 @@ def changed(data: bytes) -> tuple[str | None, bytes]:
     return db, bytes(made[: int.from_bytes(data[-2:], "little") * 16] if len(data) % CHANGE == 2 else made)
 
 
+@functools.cache
+def compiled() -> object:
+    """The look-up, loaded: then it reads whatever it can."""
+    return lmdb_walk.find.dispatcher
+
+
 def one_input(data: bytes) -> None:
     """Read the file in every way. A SourceError is a right answer; whatever else escapes is none."""
     db, content = changed(data)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         (Path(folder) / "data.mdb").write_bytes(content)
-        before = lmdb_source._SCAN_LIMIT
+        before = lmdb_source._SCAN_LIMIT, lmdb_locate.PLAIN
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                for limit in (1 << 18, 0):  # with the keys gone through when it is opened, and with records looked up
-                    lmdb_source._SCAN_LIMIT = limit
+                # With the keys gone through when it is opened, and with records looked up, compiled and not.
+                for lmdb_source._SCAN_LIMIT, lmdb_locate.PLAIN in ((1 << 18, 0), (0, 0), (0, 1 << 20)):
+                    lmdb_walk.find._dispatcher = None if lmdb_locate.PLAIN else compiled()
                     as_source(folder, db, len(content))
                 stored = as_pages(folder, db)
             finally:
-                lmdb_source._SCAN_LIMIT = before
+                lmdb_source._SCAN_LIMIT, lmdb_locate.PLAIN = before
+                lmdb_walk.find._dispatcher = compiled()
         assert stored <= len(content) // 10
 
 
