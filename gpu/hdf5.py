@@ -60,17 +60,17 @@ def read_weights(path: str | os.PathLike[str], content: memoryview) -> list[tupl
         return layers
 
 
-def read_state(path: str | os.PathLike[str], content: memoryview) -> tuple[int, str, int, list[np.ndarray]]:
-    """iteration, learned_net, current_step and histories. Raises StallscopeError for damaged files."""
+def read_state(path: str | os.PathLike[str], content: memoryview) -> tuple[int, str, int, list[np.ndarray], str]:
+    """iteration, learned_net, current_step, histories, and the text of a loss scale, empty where there is none.
+
+    Raises StallscopeError for damaged files.
+    """
     with _opened(path, content) as file:
         history = _arrays(path, file["history"])
         if list(history) != list(range(len(history))):
             raise StallscopeError(f"{path}: histories are missing", expected="0 to n − 1", found=list(history))
-        learned_net = ""
-        if "learned_net" in file:
-            value = file["learned_net"][()]
-            learned_net = value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
-        return _integer(path, file, "iter"), learned_net, _integer(path, file, "current_step"), list(history.values())
+        count, step = _integer(path, file, "iter"), _integer(path, file, "current_step")
+        return count, _text(file, "learned_net"), step, list(history.values()), _text(file, "loss_scale")
 
 
 def weights_image(
@@ -97,12 +97,16 @@ def weights_image(
     return image[0]
 
 
-def state_image(iteration: int, learned_net: str, current_step: int, history: Sequence[np.ndarray]) -> memoryview:
-    """The bytes of a solver state."""
+def state_image(
+    iteration: int, learned_net: str, current_step: int, history: Sequence[np.ndarray], loss_scale: str = ""
+) -> memoryview:
+    """The bytes of a solver state; a ``loss_scale``, which Caffe does not look for, only where there is one."""
     with _building() as (file, image):
         file["iter"] = np.array([iteration], "<i4")
         _put_text(file, "learned_net", learned_net)
         file["current_step"] = np.array([current_step], "<i4")
+        if loss_scale:
+            _put_text(file, "loss_scale", loss_scale)
         group = file.create_group("history")
         for place, array in enumerate(history):
             _put(group, str(place), array)
@@ -181,6 +185,11 @@ def _array(path: str | os.PathLike[str], group: Any, name: str) -> np.ndarray:
             found=f"{dataset.id.get_storage_size()} bytes",
         )
     return np.asarray(dataset[()], np.float32)
+
+
+def _text(file: Any, name: str) -> str:
+    value = file[name][()] if name in file else ""
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
 
 
 def _integer(path: str | os.PathLike[str], file: Any, name: str) -> int:

@@ -1,10 +1,10 @@
 """The loss scale of training in float16: losses' gradients are multiplied, parameters' gradients divided by it.
 
 It lifts gradients that float16 would round to 0 (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2).
-Dynamic: doubled after 2000 good steps in a row, halved by a step whose gradients are not finite. Such a step is
-skipped: parameters, history and BatchNorm's statistics are as before it, its gradients become 0, and it counts as an
-iteration, so that the learning rate and the data go on. Where the loss itself is not finite no scale can help, and
-the scale stays.
+Dynamic: doubled after 2000 good steps in a row (``growth``), halved by a step whose gradients are not finite. Such a
+step is skipped: parameters, history and BatchNorm's statistics are as before it, its gradients become 0, and it counts
+as an iteration, so that the learning rate and the data go on. Where the loss itself is not finite no scale can help,
+and the scale stays.
 """
 
 from __future__ import annotations
@@ -26,37 +26,43 @@ from profiler.events import Stage
 START = 65536.0
 LEAST, MOST = 2.0**-16, 2.0**24
 GROW_AFTER = 2000
-PATIENCE = 40
-"""Steps in a row that may be skipped: as many as lead from the start to the least scale, and some."""
+PATIENCE = 48
+"""Steps in a row that may be skipped: the 40 that lead from the most to the least scale, and some."""
+_FIRST_TOTALS = 128
+"""Steps after which the casts' totals are noted; again whenever there were twice as many."""
 
 
 @dataclass
 class LossScale:
     """``scale``: in force now. ``good``: good steps since it last changed. ``skipped``: steps skipped in all, and
-    ``in_a_row``."""
+    ``in_a_row``. ``growth``: good steps in a row after which a dynamic scale doubles."""
 
     scale: float
     dynamic: bool
     good: int = 0
     skipped: int = 0
     in_a_row: int = 0
+    growth: int = GROW_AFTER
 
     @classmethod
-    def of(cls, setting: str | float) -> LossScale:
-        """From ``dynamic`` or a number. Raises UsageError."""
-        if setting == "dynamic":
-            return cls(START, True)
-        if isinstance(setting, bool) or not isinstance(setting, (int, float)) or not LEAST <= setting <= MOST:
+    def of(cls, setting: str | float | LossScale, *, start: float = START, growth: int = GROW_AFTER) -> LossScale:
+        """From ``dynamic``, with where it starts and when it doubles, or from a number. Raises UsageError."""
+        if isinstance(setting, LossScale):
+            return setting
+        if growth < 1:
+            raise UsageError("the growth of a loss scale is out of range", expected="1 or more steps", found=growth)
+        number = start if setting == "dynamic" else setting
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not LEAST <= number <= MOST:
             raise UsageError(
-                "loss_scale is out of range", expected=f"dynamic, or a number from 2^-16 to {MOST:,.0f}", found=setting
+                "loss_scale is out of range", expected=f"dynamic, or a number from 2^-16 to {MOST:,.0f}", found=number
             )
-        return cls(float(setting), False)
+        return cls(float(number), setting == "dynamic", growth=growth)
 
     def good_step(self) -> bool:
         """Count a step that was applied; whether the scale grew."""
         self.in_a_row = 0
         self.good += 1
-        if not self.dynamic or self.good < GROW_AFTER or self.scale >= MOST:
+        if not self.dynamic or self.good < self.growth or self.scale >= MOST:
             return False
         self.scale, self.good = min(MOST, 2 * self.scale), 0
         return True
@@ -89,7 +95,7 @@ class Scaler:
     each kind of loss, ``precision_first``: the first tensor that had it.
     """
 
-    def __init__(self, net: Any, updater: Any, setting: str | float) -> None:
+    def __init__(self, net: Any, updater: Any, setting: str | float | LossScale) -> None:
         self.net, self._updater = net, updater
         self.loss_scale = LossScale.of(setting)
         self.precision: Precision = net.precision
@@ -102,6 +108,7 @@ class Scaler:
         ]
         self._seen = self.precision.counts()
         self._told: set[str] = set()
+        self._steps, self._totals_at = 0, _FIRST_TOTALS
 
     def begin(self) -> None:
         """Before the forward passes of a step."""
@@ -114,6 +121,10 @@ class Scaler:
 
         Raises StallscopeError where steps are skipped without end.
         """
+        self._steps += 1
+        if self._steps == self._totals_at:  # a run that is killed before its first snapshot has said something
+            self._totals_at *= 2
+            self.note_losses()
         gradients = [param.blob.device_diff for param in self._updater.params]
         finite_loss = math.isfinite(loss)
         offender = self._look(step)
@@ -122,7 +133,7 @@ class Scaler:
             for gradient in gradients:
                 gradient *= 1.0 / scale
             if self.loss_scale.good_step():
-                self._changed(step, scale, f"{GROW_AFTER} good steps in a row", None)
+                self._changed(step, scale, f"{self.loss_scale.growth} good steps in a row", None)
             return True
         for gradient in gradients:
             gradient.fill(0)

@@ -16,7 +16,7 @@ from gpu import hdf5
 from gpu.backend import Backend, select_backend
 from gpu.caffemodel import copy_weights
 from gpu.fields import check_solver
-from gpu.loss_scale import Scaler
+from gpu.loss_scale import LossScale, Scaler
 from gpu.lr_policy import LrPolicy
 from gpu.net import Net
 from gpu.prototxt import read_message
@@ -47,7 +47,7 @@ class Solver:
     seed: overrides the solver's ``random_seed`` (initial values, dropout).
     reuse, beside: whether the blobs of its nets share memory, and what else must fit (see Net).
     precision, keep_fp32: how its nets store their blobs (see Net). A net that is given keeps its own.
-    loss_scale: with fp16, ``dynamic`` or a number (:mod:`gpu.loss_scale`).
+    loss_scale: with fp16, ``dynamic``, a number, or ``LossScale.of(...)`` with more to say (:mod:`gpu.loss_scale`).
     net_root: folder that relative net paths start from; without it the working directory, then the solver's folder.
 
     ``net``: the net in phase TRAIN. ``test_nets``: nets in phase TEST that share its parameters' memory. ``iter``:
@@ -70,7 +70,7 @@ class Solver:
         beside: Mapping[str, int] | None = None,
         precision: str = "fp32",
         keep_fp32: Collection[str] = (),
-        loss_scale: str | float = "dynamic",
+        loss_scale: str | float | LossScale = "dynamic",
     ) -> None:
         self._reuse, self._beside = reuse, beside
         self._precision, self._keep_fp32 = precision, tuple(keep_fp32)
@@ -256,11 +256,15 @@ class Solver:
         # In a folder the two files belong together wherever the folder goes, so the state names its neighbour; and the
         # states of equal runs are equal files. With a prefix the state says what Caffe's would.
         learned_net = weights.name if is_folder else str(weights)
-        write_state(state, SolverState(self.iter, learned_net, arrays, self.policy.current_step(self.iter)))
+        scale = self.scaler.loss_scale.state() if self.scaler is not None else {}
+        step = self.policy.current_step(self.iter)
+        write_state(state, SolverState(self.iter, learned_net, arrays, step, scale))
         return weights, state
 
     def restore(self, path: str | os.PathLike[str], *, weights: str | os.PathLike[str] | None = None) -> None:
         """Continue from a .solverstate and the .caffemodel beside it (or ``weights``); changes all or nothing.
+
+        A loss scale of fp16 goes on where it was; where the state has none, as Caffe's, it starts as at the beginning.
 
         Raises StallscopeError for another kind of file, and where solver type, parameters or shapes do not fit.
         """
@@ -291,6 +295,8 @@ class Solver:
         for target, array in zip(self.history, fitted, strict=True):
             target[...] = self.backend.xp.asarray(array)
         self.iter = state.iteration
+        if self.scaler is not None and state.loss_scale:
+            self.scaler.loss_scale.load(state.loss_scale)
 
     # -- nets ------------------------------------------------------------------------------------------------------
 

@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from gpu import hdf5, wire
 from gpu.caffemodel import contents, expect, read_blob, write_atomically
+from gpu.loss_scale import LEAST, MOST
 from gpu.wire import WireError
 from profiler.errors import StallscopeError
+
+_LOSS_SCALE = 1000
+"""Number of our own field of ``SolverState``, JSON: beyond Caffe's, which skips what it does not know."""
+_COUNTS = ("good", "skipped", "in_a_row")
 
 
 @dataclass(frozen=True)
 class SolverState:
-    """``iteration``: updates done. ``history``: float32, in Caffe's order. ``current_step``: steps of the rate."""
+    """``iteration``: updates done. ``history``: float32, in Caffe's order. ``current_step``: steps of the rate.
+
+    ``loss_scale``: state of fp16's (:meth:`gpu.loss_scale.LossScale.state`), in a field of our own that Caffe skips.
+    """
 
     iteration: int
     learned_net: str
     history: list[np.ndarray]
     current_step: int = 0
+    loss_scale: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_state(path: str | os.PathLike[str]) -> SolverState:
     """Read a .solverstate, of either format. Raises StallscopeError for another kind of file and for damaged bytes."""
     data = contents(path)
     if expect(path, "solverstate", data):
-        count, learned_net, current_step, history = hdf5.read_state(path, data)
-        return SolverState(count, learned_net, history, current_step)
+        count, learned_net, current_step, history, scale = hdf5.read_state(path, data)
+        return SolverState(count, learned_net, history, current_step, _scale_of(path, scale))
     iteration = current_step = 0
-    learned_net = ""
+    learned_net = scale = ""
     history = []
     try:
         for number, kind, value in wire.fields(data):
@@ -43,9 +55,11 @@ def read_state(path: str | os.PathLike[str]) -> SolverState:
                 learned_net = bytes(value).decode("utf-8", "surrogateescape")
             elif number == 3 and kind == wire.BYTES and isinstance(value, memoryview):
                 history.append(read_blob(value, f"history {len(history)}").array)
+            elif number == _LOSS_SCALE and kind == wire.BYTES and isinstance(value, memoryview):
+                scale = bytes(value).decode("utf-8", "replace")
     except WireError as error:
         raise WireError(f"{path}: {error.what}", expected=error.expected, found=error.found, hint=error.hint) from error
-    return SolverState(iteration, learned_net, history, current_step)
+    return SolverState(iteration, learned_net, history, current_step, _scale_of(path, scale))
 
 
 def write_state(path: str | os.PathLike[str], state: SolverState) -> None:
@@ -53,8 +67,9 @@ def write_state(path: str | os.PathLike[str], state: SolverState) -> None:
 
     Raises StallscopeError where that is not possible.
     """
+    scale = json.dumps(dict(state.loss_scale), sort_keys=True) if state.loss_scale else ""
     if os.fspath(path).endswith(".h5"):
-        image = hdf5.state_image(state.iteration, state.learned_net, state.current_step, state.history)
+        image = hdf5.state_image(state.iteration, state.learned_net, state.current_step, state.history, scale)
         write_atomically(path, [image])
         return
     learned_net = state.learned_net.encode("utf-8", "surrogateescape")
@@ -63,7 +78,25 @@ def write_state(path: str | os.PathLike[str], state: SolverState) -> None:
     for array in state.history:
         pieces += wire.message_pieces(3, wire.blob_pieces(array))
     pieces.append(wire.varint(4 << 3) + wire.varint(state.current_step))
+    if scale:
+        pieces += [wire.header(_LOSS_SCALE, len(scale)), scale.encode()]
     write_atomically(path, pieces)
+
+
+def _scale_of(path: str | os.PathLike[str], text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        found = json.loads(text)
+        if LEAST <= float(found["scale"]) <= MOST and all(int(found[name]) >= 0 for name in _COUNTS):
+            return dict(found)
+    except (ValueError, TypeError, KeyError, OverflowError):
+        pass
+    raise StallscopeError(
+        f"{path}: the loss scale is damaged",
+        expected=f"scale from 2^-16 to 2^24, {', '.join(_COUNTS)}",
+        found=repr(text[:80]),
+    )
 
 
 def find_weights(state_path: str | os.PathLike[str], state: SolverState) -> Path:

@@ -54,9 +54,12 @@ def complete(document: dict[str, Any], base: Path) -> Config:
             _shuffle(data, phase, layer, notes)
     _check_data(document, data, solver)
     config = validate(document)
+    given, grows = config.device.model_fields_set, {"loss_scale_start", "loss_scale_growth"}
     if config.device.precision == "fp32":
-        idle = [key for key in ("keep_fp32", "loss_scale") if key in config.device.model_fields_set]
+        idle = sorted(given & {"keep_fp32", "loss_scale", *grows})
         notes += [f"device.{key} has no effect: device.precision is fp32" for key in idle]
+    elif config.device.loss_scale != "dynamic":
+        notes += [f"device.{key} has no effect: device.loss_scale is a number" for key in sorted(given & grows)]
     return config.with_notes(*dict.fromkeys(notes))  # one layer may serve both phases
 
 

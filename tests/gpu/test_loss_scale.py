@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gpu import loss_scale
-from gpu.loss_scale import LEAST, MOST, START, LossScale, losses_by_layer
+from datasets import caffe_pb2
+from gpu.loss_scale import LEAST, MOST, PATIENCE, START, LossScale, losses_by_layer
 from gpu.net import Net
 from gpu.solver import Solver
+from gpu.solverstate import read_state
 from profiler import recorder
 from profiler.errors import StallscopeError, UsageError
 from profiler.events import Stage
@@ -138,13 +141,15 @@ def test_sub_batches_are_summed_scaled_and_unscaled_once() -> None:
         np.testing.assert_allclose(a, b, atol=2e-3)
 
 
-def test_growth_and_its_limits(monkeypatch: pytest.MonkeyPatch, notes: Notes) -> None:
-    monkeypatch.setattr(loss_scale, "GROW_AFTER", 3)
-    made = solver()
+def test_growth_and_its_limits(notes: Notes) -> None:
+    made = solver(loss_scale=LossScale.of("dynamic", start=1024, growth=3))
+    assert made.scaler.loss_scale.scale == 1024
     for step in range(7):
         made.step_on(batch(step))
-    assert made.scaler.loss_scale == LossScale(4 * START, True, good=1)
-    assert [(note["step"], note["after"]) for note in notes.of("loss_scale")] == [(2, 2 * START), (5, 4 * START)]
+    assert made.scaler.loss_scale == LossScale(4096, True, good=1, growth=3)
+    assert [(note["step"], note["after"]) for note in notes.of("loss_scale")] == [(2, 2048), (5, 4096)]
+    assert (LossScale.of("dynamic").growth, LossScale.of("dynamic").scale) == (2000, START)
+    assert MOST / 2.0 ** (PATIENCE - 1) < LEAST  # there is time to get to the least scale, and then some
     full = LossScale(MOST, True, good=10)
     assert (full.good_step(), full.scale) == (False, MOST)
     empty = LossScale(LEAST, True)
@@ -156,15 +161,87 @@ def test_growth_and_its_limits(monkeypatch: pytest.MonkeyPatch, notes: Notes) ->
 def test_a_loss_that_is_not_finite_keeps_the_scale_and_ends_the_run_in_time(notes: Notes) -> None:
     made = solver()
     before = everything(made)
-    for step in range(39):
+    for step in range(PATIENCE - 1):
         made.step_on(batch(step, 1e6))
-    with pytest.raises(StallscopeError, match="40 steps in a row were skipped in fp16") as caught:
-        made.step_on(batch(39, 1e6))
+    with pytest.raises(StallscopeError, match=f"{PATIENCE} steps in a row were skipped in fp16") as caught:
+        made.step_on(batch(PATIENCE, 1e6))
     assert made.scaler.loss_scale.scale == START
     assert "keep_fp32: [x]" in str(caught.value)
     assert all(np.array_equal(a, b) for a, b in zip(before, everything(made), strict=True))
     (first,) = [note for note in notes.of("precision_first") if note["kind"] == "overflow"]
     assert (first["layer"], first["tensor"], first["phase"], first["step"]) == ("x", "x", "forward", 0)
+
+
+@pytest.mark.parametrize("ending", ["", ".h5"])
+def test_a_restored_solver_goes_on_with_its_scale(tmp_path: Path, ending: str) -> None:
+    """Half a training and its other half are the whole one, bit for bit, with a scale that has moved."""
+    rule = "snapshot_format: HDF5" if ending else ""
+    start = {"start": 256, "growth": 3}
+    whole, first = (solver(rule=rule, loss_scale=LossScale.of("dynamic", **start)) for _ in range(2))
+    for step in range(9):
+        whole.step_on(batch(step, 1e6 if step == 4 else 1))
+    for step in range(5):
+        first.step_on(batch(step, 1e6 if step == 4 else 1))
+    _, state = first.snapshot(tmp_path / "half")
+    second = solver(rule=rule, loss_scale=LossScale.of("dynamic", **start))
+    second.restore(state)
+    assert second.scaler.loss_scale == first.scaler.loss_scale
+    assert second.scaler.loss_scale.skipped == 1
+    for step in range(5, 9):
+        second.step_on(batch(step))
+    assert second.scaler.loss_scale.state() == whole.scaler.loss_scale.state()
+    assert all(np.array_equal(a, b) for a, b in zip(everything(second), everything(whole), strict=True))
+    solver(rule=rule, precision="fp32").restore(state)  # which has no use for it
+
+
+def test_states_of_fp32_hold_no_scale_and_start_one_anew(tmp_path: Path) -> None:
+    single = solver(precision="fp32")
+    single.step_on(batch(0))
+    _, state = single.snapshot(tmp_path / "single")
+    assert read_state(state).loss_scale == {}
+    half = solver()
+    half.restore(state)
+    assert half.scaler.loss_scale == LossScale.of("dynamic")
+
+
+def test_caffe_reads_a_state_with_a_scale(tmp_path: Path) -> None:
+    """Caffe's own parser skips a field that it does not know, and hands out the rest."""
+    made = solver()
+    made.step_on(batch(0))
+    _, path = made.snapshot(tmp_path / "s")
+    message = caffe_pb2.SolverState()
+    message.ParseFromString(path.read_bytes())
+    assert (message.iter, len(message.history)) == (1, len(made.history))
+    np.testing.assert_array_equal(message.history[0].data, made.history[0].ravel())
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"scale": 0, "good": 0, "skipped": 0, "in_a_row": 0}', "\x00",
+                                  '{"scale": NaN, "good": 0, "skipped": 0, "in_a_row": 0}'])  # fmt: skip
+def test_a_damaged_scale_is_named_and_nothing_changes(tmp_path: Path, text: str) -> None:
+    made = solver()
+    made.step_on(batch(0))
+    _, path = made.snapshot(tmp_path / "s")
+    good = json.dumps(made.scaler.loss_scale.state(), sort_keys=True).encode()
+    data = path.read_bytes()
+    assert data.endswith(good)
+    path.write_bytes(data[: -len(good) - 1] + bytes([len(text)]) + text.encode())
+    made.step_on(batch(1))
+    before = everything(made)
+    if not text:
+        made.restore(path)
+        return
+    with pytest.raises(StallscopeError, match="the loss scale is damaged"):
+        made.restore(path)
+    assert all(np.array_equal(a, b) for a, b in zip(before, everything(made), strict=True))
+
+
+def test_totals_of_casts_are_noted_now_and_then(notes: Notes) -> None:
+    made = solver()
+    for step in range(300):
+        made.step_on(batch(step, 1e-9))
+    seen = [note["outputs"]["nonzero"] for note in notes.of("precision") if note["layer"] == "x"]
+    assert len(seen) == 2  # after 128 steps, and after 256
+    assert seen[1] == 2 * seen[0]
 
 
 def test_states_go_through_a_sidecar() -> None:
@@ -195,6 +272,12 @@ def test_updates_allocate_nothing() -> None:
             made.step_on(given)
     largest = made.scaler.precision.counts().nbytes
     assert {key: count for key, count in counts.items() if key[1] > largest} == {}
+
+
+@pytest.mark.parametrize("given", [{"start": 0}, {"start": 2.0**25}, {"growth": 0}])
+def test_starts_and_growths_that_make_no_sense(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="out of range"):
+        LossScale.of("dynamic", **given)
 
 
 @pytest.mark.parametrize("setting", ["static", 0, -1, float("nan"), float("inf"), 1e30, True, None])

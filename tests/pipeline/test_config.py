@@ -58,6 +58,8 @@ def test_settings_of_fp16_beside_fp32_are_noted(job: Path) -> None:
     )
     job.write_text(document.replace("PRECISION", "fp16"))
     assert load(job).notes == ()
+    job.write_text(document.replace("PRECISION", "fp16, loss_scale_growth: 9"))
+    assert load(job).notes == ("device.loss_scale_growth has no effect: device.loss_scale is a number",)
 
 
 def test_the_yaml_wins_and_says_so(job: Path) -> None:
