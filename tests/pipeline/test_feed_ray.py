@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import plyvel
 import psutil
 import pytest
 
@@ -157,6 +158,27 @@ def test_a_killed_owner_of_a_leveldb_is_started_again(expected: list[int]) -> No
                 assert len(owners) == 1
                 owners[0].kill()
     assert got == expected
+
+
+def test_an_owner_that_dies_of_a_cut_table_ends_the_feed_with_the_cut(tmp_path: Path) -> None:
+    """LevelDB maps its tables: a cut between our look at their sizes and the reading is a SIGBUS of the owner's."""
+    folder = tmp_path / "db"
+    values = [raw(picture(i, (3, 64, 64)), i % 10) for i in range(64)]
+    with plyvel.DB(str(folder), create_if_missing=True, compression=None, write_buffer_size=1 << 16) as db:
+        for i, value in enumerate(values):
+            db.put(b"%08d" % i, value)
+    spec = FeedSpec(str(folder), 4, engine="ray", workers=1, depth=2, shuffle="full", stop_step=400)
+    with Feed.from_spec(spec) as feed:
+        next(feed)
+        (owner,) = [p for p in psutil.Process().children(recursive=True) if "OwnerActor" in " ".join(_words(p))]
+        owner.suspend()  # so that it cannot look first
+        for table in folder.glob("*.ldb"):
+            os.truncate(table, 4096)
+        owner.send_signal(signal.SIGBUS)
+        owner.resume()
+        with pytest.raises(DatasetTruncated, match=r"\.ldb") as caught:
+            list(feed)
+    assert str(folder) in str(caught.value)
 
 
 def test_a_test_feed_beside_a_training_feed(expected: list[int]) -> None:
