@@ -24,6 +24,7 @@ import numpy as np
 
 from gpu.net import Net
 from gpu.probe import still
+from gpu.timing import has_backward
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -92,7 +93,7 @@ def _results(net: Net, inputs: Mapping[str, np.ndarray], scale: float) -> tuple[
         if not loss:
             loss = float(sum(np.square(np.asarray(array, np.float64)).sum() for array in outputs.values()))
         gradients = []
-        if net.phase == "TRAIN" and net.learnable:
+        if net.learnable and has_backward(net):
             net.loss_scale = scale
             net.clear_param_diffs()
             net.backward_only()

@@ -357,3 +357,15 @@ def test_shapes_of_data_layers_must_be_given_where_the_text_is_silent(tmp_path: 
         main([str(net)])
     net.write_text(data % "transform_param { crop_size: 12 force_color: true }" + rest)
     assert main([str(net)]) == 0
+
+
+def test_precision_of_a_net_without_a_loss(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A deploy net has parameters and no backward pass: its outputs are compared."""
+    net = tmp_path / "deploy.prototxt"
+    net.write_text("""input: "data" input_shape { dim: 2 dim: 3 dim: 6 dim: 6 }
+    layer { name: "conv" type: "Convolution" bottom: "data" top: "conv"
+      convolution_param { num_output: 4 kernel_size: 3 weight_filler { type: "xavier" } } }
+    layer { name: "prob" type: "Softmax" bottom: "conv" top: "prob" }""")
+    found = document(capsys, str(net), "--precision", "fp16")["precision"]
+    assert 0 < found["all_fp16"]["loss"] < 1e-2
+    assert found["all_fp16"]["gradient"] == 0

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from gpu import algorithms, probe
+from gpu.backend import BlasPool
 from gpu.layers.normalisation import LRN
 from gpu.layers.pooling import Pooling
-from gpu.probe import bare_graph, quiet_net, random_inputs
+from gpu.probe import bare_graph, quiet_net, random_inputs, versions
 from gpu.prototxt import filter_net, load_net
 from gpu.time import main
 from gpu.timing import measure
@@ -170,6 +171,17 @@ def test_against_itself_nothing_changed(net: Path, capsys: pytest.CaptureFixture
     ]
     assert all(row["forward"] > 0 for row in against["layers"])
     assert "the bits of every layer are the same" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_blas_of_versions_is_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SciPy brings another OpenBLAS, which a compiler loads where its cache is cold: no change of version."""
+    numpys, scipys = (BlasPool("openblas", version, threads, "") for version, threads in (("0.3.31", 1), ("0.3.30", 2)))
+    found = []
+    for pools in ([numpys], [numpys, scipys]):
+        monkeypatch.setattr("gpu.backend.blas_pools", lambda pools=pools: pools)
+        found.append(versions())
+    assert found[0] == found[1]
+    assert found[0]["blas openblas"] == "0.3.31, 1 threads"
 
 
 def test_against_another_version(
