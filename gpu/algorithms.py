@@ -17,7 +17,7 @@ import numpy as np
 from gpu.cudnn import Cudnn, OnePlan
 from gpu.layers import registry
 from gpu.layers.base import Layer, Scratch
-from gpu.layers.convolution import Windowed
+from gpu.layers.windowed import Windowed
 from gpu.net import Net
 from gpu.wiring import Node
 from profiler.hashing import ordered_parts

@@ -16,7 +16,7 @@ from gpu.threads import spread
 
 if TYPE_CHECKING:
     from gpu.layers.base import Context
-    from gpu.layers.convolution import Geometry
+    from gpu.layers.geometry import Geometry
 
 Array = Any
 _ALL = (slice(None),)

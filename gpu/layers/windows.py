@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from datasets import caffe_pb2
 from gpu.layers.base import Array, Layer, Shape, register
-from gpu.layers.convolution import Windowed
 from gpu.layers.pooling import Pooling
+from gpu.layers.windowed import Windowed
 
 
 @register("Im2col")
