@@ -26,6 +26,14 @@ def layer(kind: str, name: str, bottoms: list[str], tops: list[str], extra: str 
     return f'layer {{ name: "{name}" type: "{kind}"{ends} {extra} }}\n'
 
 
+def dense(name: str, bottom: str, top: str, outputs: int, extra: str = "") -> str:
+    """An InnerProduct with a bias of 0.1."""
+    return (
+        f'layer {{ name: "{name}" type: "InnerProduct" bottom: "{bottom}" top: "{top}" {extra} inner_product_param '
+        f'{{ num_output: {outputs} weight_filler {{ type: "xavier" }} bias_filler {{ value: 0.1 }} }} }}\n'
+    )
+
+
 FILL = 'weight_filler { type: "xavier" } bias_filler { value: 0.1 }'
 CONV = f"convolution_param {{ num_output: 4 kernel_size: 3 pad: 1 {FILL} }}"
 DECONV = f"convolution_param {{ num_output: 4 kernel_size: 3 pad: 1 {FILL} }}"
