@@ -79,14 +79,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure_all(given: argparse.Namespace, settings: Settings, console: Console) -> tuple[list[dict[str, Any]], Peers]:
     feeds = given.only or (["ours", "limit"] if given.quick else list(NAMES))
-    cases = given.cases or (["small-f32", "raw-f32"] if given.quick else list(CASES))
+    cases = given.cases or (["small-f32"] if given.quick else list(CASES))
     began = time.perf_counter()
     for case in cases:
         size = warm(build(settings.folder, case_named(case, given.quick).data))
         console.print(f"{case}: {size / 1e6:,.0f} MB of records, {time.perf_counter() - began:.0f} s so far")
     peers = Peers(given.environment or settings.folder / "environment")
     peers.install([feed for feed in feeds if feed in rounds.PEERS], say=console.print)
-    wanted = rounds.entries(cases, feeds)
+    wanted = rounds.entries(cases, feeds, given.quick)
     for case, feed in dict.fromkeys((entry.case, entry.feed) for entry in wanted if entry.feed in rounds.PEERS):
         if peers.outcome[feed]["installed"]:
             _tell(console, f"{case} for {feed}", rounds.prepare(Entry(case, feed), settings, peers))

@@ -1,4 +1,4 @@
-"""Ray Data: numbers of records, whole batches made by tasks, streamed."""
+"""Ray Data: whole batches made by two tasks at a time, streamed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from benchmarks.feeds.feed_ray_actors import start
 
 PACKAGES = ("ray",)
 VARIANTS = ("2 tasks", "2 actors")
-_LARGEST = 1 << 24
+_BATCHES, _BATCHES_A_BLOCK = 40_000, 32
+"""More than is measured."""
 
 
-def make(numbers: dict[str, Any], records: reading.Records) -> dict[str, Any]:
-    """One batch; a worker's process keeps its database open."""
-    mine = _opened(records.case, os.path.dirname(records.path))
-    chosen = numbers["item"] if "item" in numbers else numbers["id"]
-    rng = np.random.default_rng(int(chosen[0]))
-    count = len(chosen)
-    samples, labels = np.empty((count, *records.case.shape[1:]), records.case.dtype), np.empty(count, np.int32)
-    reading.fill(mine, (chosen % len(records)).tolist(), rng, samples, labels)
+def make(places: dict[str, Any], records: reading.Records) -> dict[str, Any]:
+    """One batch of records drawn at random; a worker's process keeps its database open."""
+    case, count = records.case, len(places["id"])
+    rng = np.random.default_rng(int(places["id"][0]))
+    samples, labels = np.empty((count, *case.shape[1:]), case.dtype), np.empty(count, np.int32)
+    numbers = rng.integers(0, len(records), count).tolist()
+    reading.fill(_opened(case, os.path.dirname(records.path)), numbers, rng, samples, labels)
     return {"samples": samples, "labels": labels}
 
 
@@ -41,8 +41,8 @@ class Make:
     def __init__(self, records: reading.Records) -> None:
         self.records = records
 
-    def __call__(self, numbers: dict[str, Any]) -> dict[str, Any]:
-        return make(numbers, self.records)
+    def __call__(self, places: dict[str, Any]) -> dict[str, Any]:
+        return make(places, self.records)
 
 
 @contextlib.contextmanager
@@ -51,14 +51,11 @@ def open_feed(case: Case, folder: Path, variant: str) -> Iterator[Iterator[tuple
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     records = reading.Records(case, folder)
-    # Epochs for far longer than is measured, in an order of its own: a prime step walks through all of the numbers.
-    blocks = _LARGEST // case.batch // 64
-    numbers = ray.data.range(min(_LARGEST, 20_000 * case.batch), override_num_blocks=min(blocks, 2000))
-    numbers = numbers.map_batches(functools.partial(scatter, count=len(records)), batch_size=None)
+    places = ray.data.range(_BATCHES * case.batch, override_num_blocks=_BATCHES // _BATCHES_A_BLOCK)
     if variant == "2 tasks":
-        made = numbers.map_batches(make, fn_kwargs={"records": records}, batch_size=case.batch, concurrency=2)
+        made = places.map_batches(make, fn_kwargs={"records": records}, batch_size=case.batch, concurrency=2)
     else:
-        made = numbers.map_batches(Make, fn_constructor_args=(records,), batch_size=case.batch, concurrency=2)
+        made = places.map_batches(Make, fn_constructor_args=(records,), batch_size=case.batch, concurrency=2)
 
     def batches() -> Iterator[tuple[Any, Any]]:
         for batch in made.iter_batches(batch_size=case.batch, batch_format="numpy", prefetch_batches=2):
@@ -66,9 +63,3 @@ def open_feed(case: Case, folder: Path, variant: str) -> Iterator[Iterator[tuple
 
     yield batches()
     ray.shutdown()
-
-
-def scatter(numbers: dict[str, Any], count: int) -> dict[str, Any]:
-    """Numbers of records in a random-looking order: what a shuffle of numbers gives, at no cost to Ray Data."""
-    rng = np.random.default_rng(int(numbers["id"][0]))
-    return {"id": rng.integers(0, count, len(numbers["id"]))}

@@ -46,6 +46,7 @@ def limits(case: Case, folder: Path, seconds: float) -> dict[str, Any]:
             found[f"{name}, {threads} threads"] = round(_rate(case.batch, make, threads, seconds), 1)
     found["leveldb get alone, 1 threads"] = round(_leveldb(case, folder, seconds), 1)
     wanted = "decode and resize" if case.data.encoded else "random order"
+    records.close()
     return {"limit": max(found[f"{wanted}, {threads} threads"] for threads in (1, 2)), "ways": found}
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _TICK = os.sysconf("SC_CLK_TCK")
-_RAYS_FILES = ("/ray/core/", "/ray/dashboard/", "/ray/_private/")
-_WORKER = "ray::"
+_RAYS_FILES = "/site-packages/ray/"
+_RAYS_NAMES = tuple(f"ray::{name}" for name in ("IDLE", "DashboardAgent", "RuntimeEnvAgent", "SPILL", "RESTORE"))
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,16 @@ def tree(root: int) -> dict[int, bool]:
 
 
 def _is_rays(pid: int) -> bool:
-    """Daemons, agents, and workers that nobody uses. Our own processes and actors are not."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return False
-    if command.startswith(_WORKER):
-        return command.startswith(f"{_WORKER}IDLE")
-    return any(part in command for part in _RAYS_FILES)
+    return is_rays_own(command)
+
+
+def is_rays_own(command: str) -> bool:
+    """Daemons, agents, and workers that nobody uses; actors and tasks are not."""
+    return command.startswith(_RAYS_NAMES) or (not command.startswith("ray::") and _RAYS_FILES in command)
 
 
 def usage(root: int, memory: bool = True) -> Usage:

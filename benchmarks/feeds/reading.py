@@ -47,6 +47,13 @@ class Records:
             self._environment = lmdb.open(self.path, readonly=True, lock=False, readahead=False)
             self._transaction = self._environment.begin(buffers=True)
 
+    def close(self) -> None:
+        """Let go of the database. Views of its records end with it."""
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None:
+            transaction.abort()
+            self._environment.close()
+
     def sample(self, number: int) -> tuple[memoryview, int]:
         """The pixels or the image file, a view of the map, and the label."""
         return walk(self.value(number))

@@ -21,6 +21,7 @@ from benchmarks.feeds.environment import Peers, variables
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("ray, lmdb", "ray, leveldb", "inline, lmdb", "inline, leveldb")
+QUICK_OURS = ("ray, lmdb", "inline, leveldb")
 PEERS: dict[str, tuple[str, ...]] = {
     "torch": ("2 workers, samples", "2 workers, whole batches", "no workers"),
     "ray_actors": ("2 actors",),
@@ -60,15 +61,15 @@ class Settings:
     timeout_s: float = TIMEOUT_S
 
 
-def entries(cases: Iterable[str], feeds: Iterable[str], read_all: bool = False) -> list[Entry]:
+def entries(cases: Iterable[str], feeds: Iterable[str], quick: bool = False) -> list[Entry]:
     """All there is to measure. A peer has no region decode to be told to use: that case is ours alone."""
     found = []
     for case in cases:
         for feed in feeds:
             if feed == "ours":
-                found += [Entry(case, feed, variant, read_all) for variant in OURS]
+                found += [Entry(case, feed, variant) for variant in (QUICK_OURS if quick else OURS)]
             elif CASES[case].decode == "full":
-                found += [Entry(case, feed, variant, read_all) for variant in PEERS.get(feed, ("",))]
+                found += [Entry(case, feed, variant) for variant in PEERS.get(feed, ("",))]
     return found
 
 
@@ -148,7 +149,9 @@ def _run(command: list[str], timeout_s: float) -> dict[str, Any]:
                 if time.monotonic() > deadline:
                     return {"error": f"nothing after {timeout_s:g} s"}
     finally:
-        _end([*started.values(), *_children(process), process])
+        for pipe in (process.stdout, process.stderr):
+            pipe.close()
+        _end([*started.values(), *_children(process), *_of_session(process.pid), process])
     for line in reversed(said.splitlines()):
         if line.startswith("{"):
             return json.loads(line)
@@ -161,6 +164,18 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return process.children(recursive=True)
     except psutil.Error:
         return []
+
+
+def _of_session(leader: int) -> list[psutil.Process]:
+    """What a process left behind that was ended before anybody saw its children."""
+    found = []
+    for pid in psutil.pids():
+        try:
+            if os.getsid(pid) == leader:
+                found.append(psutil.Process(pid))
+        except (OSError, psutil.Error):
+            continue
+    return found
 
 
 def _end(processes: list[psutil.Process]) -> None:
