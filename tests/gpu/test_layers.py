@@ -333,62 +333,6 @@ def test_convolution_as_torch(data: st.DataObject) -> None:
         np.testing.assert_allclose(have, want.grad.numpy(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.oracle
-@settings(max_examples=15, deadline=None)
-@given(
-    n=st.integers(1, 5),
-    inner=st.integers(1, 4),
-    classes=st.integers(2, 6),
-    seed=st.integers(0, 99),
-)
-def test_dense_and_softmax_loss_as_torch(n: int, inner: int, classes: int, seed: int) -> None:
-    torch = pytest.importorskip("torch")
-    rng = np.random.default_rng(seed)
-    x, weight = rng.standard_normal((n, inner, 2), np.float32), rng.standard_normal((classes, inner * 2), np.float32)
-    labels = rng.integers(0, classes, n)
-    net = Net(
-        f"""force_backward: true
-        layer {{ name: "x" type: "Input" top: "x" input_param {{ shape {{ dim: {n} dim: {inner} dim: 2 }} }} }}
-        layer {{ name: "l" type: "Input" top: "l" input_param {{ shape {{ dim: {n} }} }} }}
-        layer {{ name: "ip" type: "InnerProduct" bottom: "x" top: "ip"
-          inner_product_param {{ num_output: {classes} }} }}
-        layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "l" top: "loss" }}"""
-    )
-    net.params["ip"][0].data[...] = weight
-    tx, tw = torch.tensor(x, requires_grad=True), torch.tensor(weight, requires_grad=True)
-    loss = torch.nn.functional.cross_entropy(tx.flatten(1) @ tw.T, torch.tensor(labels))
-    loss.backward()
-    assert net.forward(x=x, l=labels)["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
-    np.testing.assert_allclose(net.backward()["x"], tx.grad.numpy(), rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(net.params["ip"][0].diff, tw.grad.numpy(), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.oracle
-@settings(max_examples=15, deadline=None)
-@given(
-    kernel=st.integers(1, 4),
-    stride=st.integers(1, 3),
-    pads=st.integers(0, 3),
-    size=st.integers(4, 9),
-    seed=st.integers(0, 9),
-)
-def test_max_pooling_as_torch(kernel: int, stride: int, pads: int, size: int, seed: int) -> None:
-    torch = pytest.importorskip("torch")
-    stride, pad = min(stride, kernel), min(pads, kernel // 2)
-    x = np.random.default_rng(seed).standard_normal((2, 2, size, size), np.float32)
-    net = layer_net(
-        x.shape,
-        f'type: "Pooling" bottom: "x" top: "y" pooling_param {{ kernel_size: {kernel} stride: {stride} pad: {pad} }}',
-        backend=BACKENDS["portable" if seed % 2 else "compiled"],
-    )
-    tx = torch.tensor(x, requires_grad=True)
-    ty = torch.nn.functional.max_pool2d(tx, kernel, stride, pad, ceil_mode=True)
-    y = net.forward(x=x)["y"]
-    np.testing.assert_array_equal(y, ty.detach().numpy())
-    ty.backward(torch.ones_like(ty))
-    np.testing.assert_allclose(net.backward(y=np.ones_like(y))["x"], tx.grad.numpy(), rtol=1e-6)
-
-
 @settings(max_examples=50, deadline=None)
 @given(rows=st.integers(1, 5), size=st.integers(1, 300), add=st.booleans(), seed=st.integers(0, 2**31))
 def test_sums_of_rows_against_float64(rows: int, size: int, add: bool, seed: int) -> None:

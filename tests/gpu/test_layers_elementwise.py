@@ -286,30 +286,3 @@ def test_settings_that_make_no_sense(layer: str, message: str) -> None:
             layer {{ name: "flat" type: "Input" top: "flat" input_param {{ shape {{ dim: 6 }} }} }}
             layer {{ name: "L" {layer} }}"""
         )
-
-
-@pytest.mark.oracle
-@settings(max_examples=20, deadline=None)
-@given(shape=st.tuples(*[st.integers(1, 4)] * 3), seed=SEEDS, backend=NAMES)
-def test_as_torch(shape: tuple[int, ...], seed: int, backend: str) -> None:
-    torch = pytest.importorskip("torch")
-    functional = torch.nn.functional
-    x = values(seed, shape)
-    dy = values(seed + 1, shape)
-    cases: dict[str, Any] = {
-        'type: "AbsVal"': torch.abs,
-        'type: "BNLL"': functional.softplus,
-        'type: "Clip" clip_param { min: -1 max: 0.5 }': lambda v: v.clamp(-1, 0.5),
-        'type: "ELU" elu_param { alpha: 1.5 }': lambda v: functional.elu(v, 1.5),
-        'type: "Exp" exp_param { base: 3 }': lambda v: 3**v,
-        'type: "Log" log_param { base: 10 shift: 9 }': lambda v: torch.log10(9 + v),
-        'type: "Swish"': functional.silu,
-        'type: "PReLU"': lambda v: functional.prelu(v, torch.tensor(0.25)),
-    }
-    for layer, function in cases.items():
-        tx = torch.tensor(x, requires_grad=True)
-        ty = function(tx)
-        ty.backward(torch.tensor(dy))
-        net = one_layer(layer, {"x": shape}, False, backend)
-        np.testing.assert_allclose(net.forward(x=x)["y"], ty.detach().numpy(), rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(net.backward(y=dy)["x"], tx.grad.numpy(), rtol=1e-5, atol=1e-6)

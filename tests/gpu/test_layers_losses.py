@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from gpu.layers.base import LayerError
 from gpu.layers.labels import LabelOutOfRange
 from gpu.net import Net
 from profiler.errors import StallscopeError
-from tests.gpu.test_layers import BACKENDS, error
+from tests.gpu.test_layers import BACKENDS
 
 pytestmark = pytest.mark.filterwarnings("ignore::gpu.fields.FieldWarning")  # see test_fields
 
@@ -316,40 +315,3 @@ def test_a_matrix_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "H").write_text("layer { }")
     with pytest.raises(StallscopeError, match="is not a single blob"):
         loss_net(f'type: "InfogainLoss" infogain_loss_param {{ source: "{tmp_path}/H" }}', shapes)
-
-
-@pytest.mark.oracle
-@settings(max_examples=20, deadline=None)
-@given(n=st.integers(1, 4), classes=st.integers(2, 5), seed=SEEDS, backend=NAMES)
-def test_as_torch(n: int, classes: int, seed: int, backend: str) -> None:
-    torch = pytest.importorskip("torch")
-    functional = torch.nn.functional
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((n, classes)).astype(np.float32)
-    t = rng.random((n, classes)).astype(np.float32)
-    labels = rng.integers(0, classes, n)
-    p = rng.uniform(0.1, 1, (n, classes)).astype(np.float32)
-    pairs = np.where(np.eye(classes)[labels] > 0, np.float32(1), np.float32(-1))
-    cases: list[tuple[str, np.ndarray, np.ndarray, Any]] = [
-        (
-            'type: "SigmoidCrossEntropyLoss" loss_param { normalization: FULL }',
-            x,
-            t,
-            lambda v: functional.binary_cross_entropy_with_logits(v, torch.tensor(t)),
-        ),
-        ('type: "MultinomialLogisticLoss"', p, labels, lambda v: functional.nll_loss(v.log(), torch.tensor(labels))),
-        ('type: "HingeLoss"', x, labels, lambda v: (1 - v * torch.tensor(pairs)).clamp(min=0).sum() / n),
-        (
-            'type: "HingeLoss" hinge_loss_param { norm: L2 }',
-            x,
-            labels,
-            lambda v: ((1 - v * torch.tensor(pairs)).clamp(min=0) ** 2).sum() / n,
-        ),
-    ]
-    for layer, scores, other, function in cases:
-        tx = torch.tensor(scores, requires_grad=True)
-        ty = function(tx)
-        ty.backward()
-        net = loss_net(layer, {"x": scores.shape, "l": other.shape}, backend)
-        assert net.forward(x=scores, l=other)["y"] == pytest.approx(ty.item(), rel=1e-5, abs=1e-6)
-        assert error(net.backward()["x"], tx.grad.numpy()) < 1e-5

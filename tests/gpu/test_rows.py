@@ -100,20 +100,3 @@ def test_numbers_that_name_no_row(value: float) -> None:
 def test_what_does_not_fit(layer: str, message: str) -> None:
     with pytest.raises(LayerError, match=f"'L'.*{message}"):
         one_layer(layer, {"x": (4, 3)})
-
-
-@pytest.mark.oracle
-@settings(max_examples=15, deadline=None)
-@given(shape=shapes, rows=st.integers(1, 5), size=st.integers(1, 4), seed=st.integers(0, 99))
-def test_embed_as_torch(shape: tuple[int, ...], rows: int, size: int, seed: int) -> None:
-    torch = pytest.importorskip("torch")
-    rng = np.random.default_rng(seed)
-    net, x = embed(rows, size, shape, "bias_term: false"), rng.integers(0, rows, shape)
-    weight = torch.tensor(net.params["L"][0].data.copy(), requires_grad=True)
-    ty = torch.nn.functional.embedding(torch.tensor(x), weight)
-    y = net.forward(x=x)["y"]
-    np.testing.assert_array_equal(y, ty.detach().numpy())
-    dy = rng.standard_normal(y.shape, np.float32)
-    ty.backward(torch.tensor(dy))
-    net.backward(y=dy)
-    np.testing.assert_allclose(net.params["L"][0].diff, weight.grad.numpy(), rtol=1e-5, atol=1e-5)
