@@ -186,7 +186,7 @@ class _Report:
         if self.strays:
             found.append(
                 f"{self.strays} records lie on pages that nothing leads to any more: if records were deleted or "
-                "overwritten after the database was made, some of an older state may be among them"
+                "overwritten after the database was made, some may be of an older state or hold another's value"
             )
         if self.not_finite:
             found.append(
