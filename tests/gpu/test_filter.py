@@ -251,9 +251,14 @@ TWO = (
 
 
 @settings(max_examples=30, deadline=None)
-@given(picks=st.lists(st.tuples(st.integers(0, 63), st.integers(0, 63)), min_size=1, max_size=4))
-def test_a_filter_behind_a_filter_joined_with_what_is_not_filtered(picks: list[tuple[int, int]]) -> None:
-    net = Net("force_backward: true\n" + TWO, reuse=True, poison=True)
+@given(
+    picks=st.lists(st.tuples(st.integers(0, 63), st.integers(0, 63)), min_size=1, max_size=4),
+    precision=st.sampled_from(["fp32", "fp16"]),  # which holds these numbers exactly
+)
+def test_a_filter_behind_a_filter_joined_with_what_is_not_filtered(
+    picks: list[tuple[int, int]], precision: str
+) -> None:
+    net = Net("force_backward: true\n" + TWO, reuse=True, poison=True, precision=precision)
     x, e = np.arange(12, dtype=np.float32).reshape(6, 2), np.full((2, 2), 9, np.float32)
     for a, b in picks:
         s, q = ((np.array([a, b])[:, None] >> np.arange(6)) & 1).astype(np.float32)
