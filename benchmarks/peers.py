@@ -32,7 +32,7 @@ from benchmarks.feeds.rounds import Entry, Settings
 from benchmarks.feeds.table import summarise, table_of, verdict_table, verdicts
 from benchmarks.machine import machine
 
-NAMES = ("ours", "limit", *rounds.PEERS)
+NAMES = (*rounds.ALWAYS, *rounds.PEERS)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -31,7 +31,8 @@ def payloads(data: DataSet) -> Iterator[tuple[int, bytes]]:
 def build(folder: Path, data: DataSet) -> Path:
     """The folder of a data set with its ``lmdb`` and ``leveldb``, built where it is not there."""
     from datasets import datum
-    from datasets.writer import WRITERS, new_folder
+    from datasets.publish import new_folder
+    from datasets.writer import WRITERS
 
     place = folder / data.folder
     if place.is_dir():

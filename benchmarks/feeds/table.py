@@ -18,11 +18,13 @@ TARGETS: dict[str, tuple[float, float | None]] = {
     "jpeg-region": (1.5, None),
 }
 """At least so many times the best peer, and so much of the limit, through Ray from the LMDB."""
+WHILE_TRAINING = 0.9
+"""Of what the costs of feed and net allow together (:mod:`benchmarks.feeds.training`)."""
 FIRST_BATCH_S = {"ray, after workers are up": 1.0, "ray, from process start": 6.0, "inline, after imports": 0.3}
 SUBJECT = ("ours", "ray, lmdb")
 _FIGURES = (
     "samples_per_s", "cpu_us_per_sample", "pss_mb", "anon_shmem_mb", "ray_pss_mb", "first_s", "first_after_imports_s",
-    "first_after_workers_s",
+    "first_after_workers_s", "share", "allowed_samples_per_s", "net_ms", "feed_ms", "feed_cpu_ms",
 )  # fmt: skip
 
 
@@ -66,6 +68,9 @@ def verdicts(results: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[
         found.append(_ratio(results, f"{case}: times the best peer", times_peer, ours, best))
         if of_limit is not None:
             found.append(_ratio(results, f"{case}: of the limit", of_limit, ours, limit))
+        together = _row(rows, case, "training", "")
+        if together is not None:
+            found.append(_at_least(f"{case}: while a net trains, of what both allow", WHILE_TRAINING, together))
         fastest = sorted(rivals, key=lambda row: -row["samples_per_s"])[:3]
         if len(fastest) == 3:
             leanest = min(fastest, key=lambda row: row["anon_shmem_mb"])
@@ -127,6 +132,12 @@ def _by_round(results: list[dict[str, Any]], row: dict[str, Any]) -> dict[int, f
         for one in results
         if all(one[name] == row[name] for name in same) and "samples_per_s" in one
     }
+
+
+def _at_least(what: str, target: float, measured: dict[str, Any]) -> dict[str, Any]:
+    value = measured.get("share")
+    row: dict[str, Any] = {"what": what, "target": target, "found": value}
+    return row | ({"reason": measured.get("error")} if value is None else {"reached": value >= target})
 
 
 def _at_most(what: str, target: float, value: float | None) -> dict[str, Any]:

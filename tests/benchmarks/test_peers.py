@@ -56,6 +56,7 @@ def batch_of(records: reading.Records, seed: int = 1) -> tuple[Any, Any]:
 # -- the command -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ray
 def test_quick_measures_ours_and_the_limit_and_goes_on_where_it_stopped(folder: Path) -> None:
     out = folder / "out.json"
     command = [sys.executable, "-m", "benchmarks.peers", "--quick", "--folder", str(folder), "--cases", "small-f32"]
@@ -278,6 +279,27 @@ def test_ratios_are_those_of_rounds_and_misses_are_told() -> None:
     assert (memory["target"], memory["found"], memory["reached"]) == (80.0, 100.0, False)
     assert not found["first batch, ray, after workers are up, slowest case, s"].get("reached"), "was not measured"
     assert set(TARGETS) == set(CASES)
+
+
+def test_what_a_net_and_a_feed_allow_together() -> None:
+    from benchmarks.feeds.training import allowed_rate
+
+    assert allowed_rate(0.010, 0.001, 0.002, 2) == 100, "the net is the bound"
+    assert allowed_rate(0.010, 0.020, 0.002, 2) == 50, "the feed is"
+    assert allowed_rate(0.010, 0.009, 0.018, 2) == pytest.approx(2 / 0.028), "the cores are"
+
+
+def test_training_beside_a_feed_is_measured(opened: Opener) -> None:
+    from benchmarks.feeds import training
+
+    records = opened("small-f32")
+    case = records.case
+    found = training.share(case, Path(records.path).parent, "inline, lmdb", 0.02)
+    assert found["samples_per_s"] > 0
+    assert found["share"] == pytest.approx(found["samples_per_s"] / found["allowed_samples_per_s"], rel=0.01)
+    row_of = {"round": 1, "case": "small-f32", "feed": "training", "variant": "", "read_all": False, **found}
+    verdict = {one["what"]: one for one in verdicts([row_of], summarise([row_of]))}
+    assert verdict["small-f32: while a net trains, of what both allow"]["found"] == found["share"]
 
 
 def test_rays_own_processes_are_told_from_those_that_work() -> None:
