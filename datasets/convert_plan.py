@@ -9,11 +9,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from datasets import writer
 from datasets.convert_work import OPTIONS
 from datasets.manifest import Manifest, read_manifest
 from datasets.source import open_source
-from datasets.targets import check_parent
+from datasets.targets import check_parent, check_target
 from profiler.errors import StallscopeError, UsageError
 
 DEFAULT_SEED = 1
@@ -80,7 +79,7 @@ def check_targets(plan: Plan) -> None:
     """Raises :class:`UsageError` unless databases may be made where the plan says."""
     check_names(plan)
     for out in plan.outs:
-        writer.check_target(out, plan.force)
+        check_target(out, plan.force)
 
 
 def may_be_there(plan: Plan) -> bool:

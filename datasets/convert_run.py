@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from datasets import convert_stream, datum, decode, resize, writer
+from datasets import convert_stream, datum, decode, publish, resize, writer
 from datasets.convert_inputs import Converted, Inputs, Job
 from datasets.convert_jobs import outcomes
 from datasets.convert_plan import MOST_RECORDS, Plan, already_there, check_names, check_targets, told_hash
@@ -44,7 +44,7 @@ def convert(
     told = plan.told(source.fingerprint())
     check_names(plan)
     for out in plan.outs:
-        writer.sweep(out)
+        publish.sweep(out)
     with working(plan.outs) as work:
         try:
             if work.finished(told, plan.force):

@@ -23,9 +23,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from datasets import writer
+from datasets import publish
 from datasets.manifest import checksum_path, remove_manifest, write_whole
 from datasets.source import manifest_path
+from datasets.targets import check_target
 from profiler.errors import StallscopeError, UsageError
 
 SCHEMA = 1
@@ -68,7 +69,7 @@ class Work:
         if same:
             for number, out in enumerate(self.outs):
                 if self.database(number).exists():
-                    writer.check_target(out, force)
+                    check_target(out, force)
             self.publish()
         elif not any((self.folder / name).exists() for name in _NAMES):
             self._place()
@@ -141,7 +142,7 @@ class Work:
         assert self._state is not None
         for number in range(len(self.outs)):
             for path in (self.database(number), *self.database(number).iterdir()):
-                writer.sync(path)
+                publish.sync(path)
         targets = [
             {"out": out, "inode": self.database(number).stat().st_ino} for number, out in enumerate(self._out_names())
         ]
@@ -159,13 +160,13 @@ class Work:
             if database.exists():
                 # The old manifest, if any, speaks of a database that is about to be replaced.
                 remove_manifest(out)
-                writer.publish(database, out)
+                publish.publish(database, out)
             if out.exists() and out.stat().st_ino == target["inode"]:
                 for beside in (checksum_path, manifest_path):
                     if beside(database).exists():
                         os.replace(beside(database), beside(out))
-                writer.sync(out.parent)
-            writer.sweep(out)
+                publish.sync(out.parent)
+            publish.sweep(out)
 
     def remove(self) -> None:
         """Remove the folder. At any moment, what says how far things are is true of what is still there."""

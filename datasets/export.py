@@ -30,7 +30,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from datasets import datum, decode, terminal, writer
+from datasets import datum, decode, publish, terminal, writer
 from datasets.convert_inputs import IMAGE_SUFFIXES, encode
 from datasets.datum import Datum, DatumError
 from datasets.manifest import key_text, read_manifest
@@ -145,7 +145,7 @@ def to_images(source: Source, out: Path, progress: Progress) -> Exported:
     origins: Counter[str] = Counter()
     made: set[str] = set()
     try:
-        with writer.new_folder(out) as folder, open(folder / LIST, "w", encoding="utf-8") as listed:
+        with publish.new_folder(out) as folder, open(folder / LIST, "w", encoding="utf-8") as listed:
             for item in in_order(_as_file, records_of(source)):
                 name = classes[item.label] if 0 <= item.label < len(classes) else f"{item.label:03d}"
                 if name not in made:
@@ -302,8 +302,8 @@ def _tell(progress: Progress, done: int) -> None:
 @contextmanager
 def _new_file(out: Path) -> Iterator[IO[bytes]]:
     """A file under a temporary name beside ``out``, which takes its name when the block ends well."""
-    writer.sweep(out)
-    temporary = writer.part_of(out)
+    publish.sweep(out)
+    temporary = publish.part_of(out)
     try:
         with open(temporary, "wb") as file:
             yield file

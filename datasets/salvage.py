@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import verify, writer
+from datasets import publish, verify, writer
 from datasets.manifest import Tally, read_manifest, remove_manifest, write_manifest
 from datasets.raw import RawReader
-from datasets.targets import check_apart
+from datasets.targets import check_apart, check_target
 from datasets.verify import Seen, examine
 from profiler import cli
 from profiler.errors import UsageError
@@ -49,13 +49,13 @@ def salvage(
     target_path = Path(os.path.abspath(out))
     if reader.backend != "memory":
         check_apart(target_path, reader.path)
-    writer.check_target(target_path, force)
+    check_target(target_path, force)
     kind = backend or (reader.backend if reader.backend in writer.WRITERS else "lmdb")
     before = None if reader.backend == "memory" else read_manifest(reader.path)
     tally = Tally()
     document: dict[str, Any] = {}
     try:
-        with writer.new_folder(target_path) as folder:
+        with publish.new_folder(target_path) as folder:
             target = writer.WRITERS[kind](folder)
 
             def keep(seen: Seen) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from profiler.errors import UsageError
 
+_DATABASE_FILES = re.compile(r"(data|lock)\.mdb|CURRENT|LOCK|LOG(\.old)?|MANIFEST-\d+|\d+\.(ldb|sst|log|dbtmp)")
 _MARKS = ("data.mdb", "CURRENT")  # what makes a folder a database
 
 
@@ -33,6 +35,29 @@ def check_parent(out: Path) -> None:
     if not out.parent.is_dir():
         raise UsageError(f"the folder {out.parent} does not exist", hint=f"mkdir -p {out.parent}")
     check_apart(out)
+
+
+def check_target(out: Path, force: bool) -> None:
+    """Raise :class:`UsageError` unless a database may be made at ``out``.
+
+    ``force`` allows to replace a database, but never a folder that holds anything else.
+    """
+    check_parent(out)
+    if out.is_dir() and not out.is_symlink():
+        strangers = [name for name in sorted(os.listdir(out)) if not _DATABASE_FILES.fullmatch(name)]
+        if strangers:
+            raise UsageError(
+                f"{out} is a folder with other files in it than those of a database; it stays as it is",
+                found=", ".join(strangers[:5]),
+                hint="name another target",
+            )
+        if force or not os.listdir(out):
+            return
+    elif not os.path.lexists(out):
+        return
+    else:
+        raise UsageError(f"{out} exists and is not the folder of a database", hint="name another target")
+    raise UsageError(f"{out} exists already", hint="--force replaces it, or name another target")
 
 
 def check_file(target: Path, force: bool, source: str) -> None:

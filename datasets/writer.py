@@ -1,21 +1,16 @@
-"""Writing a database: LMDB or LevelDB, in a temporary folder that takes its final name only when it is complete."""
+"""Writing the records of a database, LMDB or LevelDB."""
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
-import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from datasets.targets import check_parent
-from profiler.errors import StallscopeError, UsageError
+from profiler.errors import StallscopeError
 
 COMMIT_RECORDS = 1000
 COMMIT_BYTES = 64 << 20
@@ -23,9 +18,6 @@ COMMIT_SECONDS = 5.0
 """A transaction ends after so many records, bytes or seconds, whichever comes first."""
 FIRST_MAP_SIZE = 64 << 20
 """Bytes an LMDB's map begins with. It doubles when full: a map is address space, and a huge one may be refused."""
-
-_DATABASE_FILES = re.compile(r"(data|lock)\.mdb|CURRENT|LOCK|LOG(\.old)?|MANIFEST-\d+|\d+\.(ldb|sst|log|dbtmp)")
-
 
 RESERVE_BYTES = 16 << 20
 """What a writer leaves free on the disk."""
@@ -325,95 +317,3 @@ def _plain(error: Exception) -> str:
 
 
 WRITERS: dict[str, type[LmdbWriter] | type[LevelDbWriter]] = {"lmdb": LmdbWriter, "leveldb": LevelDbWriter}
-
-
-def check_target(out: Path, force: bool) -> None:
-    """Raise :class:`UsageError` unless a database may be made at ``out``.
-
-    ``force`` allows to replace a database, but never a folder that holds anything else.
-    """
-    check_parent(out)
-    if out.is_dir() and not out.is_symlink():
-        strangers = [name for name in sorted(os.listdir(out)) if not _DATABASE_FILES.fullmatch(name)]
-        if strangers:
-            raise UsageError(
-                f"{out} is a folder with other files in it than those of a database; it stays as it is",
-                found=", ".join(strangers[:5]),
-                hint="name another target",
-            )
-        if force or not os.listdir(out):
-            return
-    elif not os.path.lexists(out):
-        return
-    else:
-        raise UsageError(f"{out} exists and is not the folder of a database", hint="name another target")
-    raise UsageError(f"{out} exists already", hint="--force replaces it, or name another target")
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder beside ``out`` that takes its name when the block ends without an exception.
-
-    After an exception the temporary folder is removed and ``out`` is as before. After a SIGKILL the folder stays under
-    its temporary, hidden name; the next conversion to the same target removes it.
-    """
-    sweep(out)
-    temporary = part_of(out)
-    try:
-        temporary.mkdir()
-    except OSError as error:
-        raise UsageError(f"nothing can be written in {out.parent.absolute()}: {error.strerror}") from error
-    try:
-        yield temporary
-        publish(temporary, out)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def part_of(out: Path) -> Path:
-    """The temporary name of what this process makes, until it is complete."""
-    return out.with_name(f".{out.name}.part-{_owner()}")
-
-
-def publish(temporary: Path, out: Path) -> None:
-    """Give a complete folder its name, in place of the database that may be there. Both are on the disk afterwards."""
-    for folder in (temporary, *temporary.iterdir()):
-        sync(folder)
-    if not out.exists():
-        os.rename(temporary, out)
-    else:
-        old = out.with_name(f".{out.name}.old-{_owner()}")
-        os.rename(out, old)
-        try:
-            os.rename(temporary, out)
-        except BaseException:
-            os.rename(old, out)
-            raise
-        shutil.rmtree(old)
-    sync(out.parent)
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _owner() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
-
-
-def sweep(out: Path) -> None:
-    """Remove what conversions and exports to the same target left behind when they were killed on this host."""
-    ours = re.compile(re.escape(f".{out.name}.") + r"(part|old)-" + re.escape(socket.gethostname()) + r"-(\d+)")
-    for path in list(out.parent.iterdir()):
-        match = ours.fullmatch(path.name)
-        # What was moved aside is the only copy until the new database is in its place.
-        if match and not Path(f"/proc/{match[2]}").exists() and (match[1] == "part" or out.exists()):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:  # of an export to one file
-                path.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets import convert_files, convert_work, writer
+from datasets import convert_files, convert_work, publish, writer
 from datasets.manifest import read_manifest
 from datasets.source import open_source
 from profiler.errors import UsageError
@@ -143,7 +143,7 @@ def test_a_kill_between_any_two_steps_is_made_good(
     tmp_path: Path, monkeypatch, module: Any, name: str, after: bool, pair: bool
 ) -> None:
     """The old database is there until the new one is, and the next run ends what the killed one began."""
-    monkeypatch.setattr(writer, "sync", lambda path: None)  # the disk is not what is tested here
+    monkeypatch.setattr(publish, "sync", lambda path: None)  # the disk is not what is tested here
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     picture(tmp_path / "a.png")
     target = tmp_path / "target"
@@ -178,7 +178,7 @@ def test_a_kill_between_any_two_steps_is_made_good(
 
 def test_a_complete_conversion_that_lacks_its_manifest_gets_it_without_force(npz: Path, tmp_path: Path, capsys) -> None:
     run("npz", npz, tmp_path / "whole")
-    assert killed_at(writer, "publish", 1, True, ["npz", npz, tmp_path / "out"])
+    assert killed_at(publish, "publish", 1, True, ["npz", npz, tmp_path / "out"])
     assert read_manifest(tmp_path / "out") is None
     capsys.readouterr()
     assert run("npz", npz, tmp_path / "out") == 0
@@ -190,7 +190,7 @@ def test_a_complete_conversion_that_lacks_its_manifest_gets_it_without_force(npz
 
 
 def test_another_command_finds_the_manifest_of_a_complete_one_and_refuses_to_replace_it(npz: Path, tmp_path) -> None:
-    assert killed_at(writer, "publish", 1, True, ["npz", npz, tmp_path / "out"])
+    assert killed_at(publish, "publish", 1, True, ["npz", npz, tmp_path / "out"])
     with pytest.raises(UsageError, match="exists already"):
         run("npz", npz, tmp_path / "out", "--shuffle", "off")
     manifest = read_manifest(tmp_path / "out")
@@ -228,7 +228,7 @@ def test_of_two_databases_one_may_be_ahead_when_they_are_cut_short(tmp_path: Pat
 def test_after_a_kill_at_any_step_the_same_command_ends_well_without_force(
     npz: Path, tmp_path: Path, monkeypatch, module: Any, name: str, after: bool
 ) -> None:
-    monkeypatch.setattr(writer, "sync", lambda path: None)  # the disk is not what is tested here
+    monkeypatch.setattr(publish, "sync", lambda path: None)  # the disk is not what is tested here
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     for call in itertools.count(1):
         out = tmp_path / str(call)

@@ -14,7 +14,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from datasets import writer
+from datasets import publish, writer
 from profiler.errors import StallscopeError, UsageError
 from tests.datasets import golden
 
@@ -155,11 +155,11 @@ def test_without_plyvel_the_message_says_what_to_do(tmp_path: Path, monkeypatch)
 
 
 def test_what_another_process_is_writing_is_left_alone(tmp_path: Path, monkeypatch) -> None:
-    mine, other = (tmp_path / f".out.part-{writer.socket.gethostname()}-{pid}" for pid in (1, 2**30))
+    mine, other = (tmp_path / f".out.part-{publish.socket.gethostname()}-{pid}" for pid in (1, 2**30))
     foreign = tmp_path / ".out.part-elsewhere-1073741824"
     for folder in (mine, other, foreign):
         folder.mkdir()
-    with writer.new_folder(tmp_path / "out") as folder:
+    with publish.new_folder(tmp_path / "out") as folder:
         (folder / "data.mdb").write_bytes(b"x")
     assert mine.exists()  # process 1 is alive
     assert foreign.exists()  # nobody here knows whether that process is alive
@@ -168,13 +168,13 @@ def test_what_another_process_is_writing_is_left_alone(tmp_path: Path, monkeypat
 
 
 def test_a_database_moved_aside_is_kept_until_there_is_a_new_one(tmp_path: Path) -> None:
-    aside = tmp_path / f".out.old-{writer.socket.gethostname()}-{2**30}"
+    aside = tmp_path / f".out.old-{publish.socket.gethostname()}-{2**30}"
     aside.mkdir()
-    with pytest.raises(ValueError, match="stop"), writer.new_folder(tmp_path / "out"):
+    with pytest.raises(ValueError, match="stop"), publish.new_folder(tmp_path / "out"):
         raise ValueError("stop")
     assert aside.exists()
     (tmp_path / "out").mkdir()
-    with writer.new_folder(tmp_path / "out"):
+    with publish.new_folder(tmp_path / "out"):
         pass
     assert not aside.exists()
 
@@ -186,7 +186,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch) ->
     monkeypatch.setattr(writer.Path, "mkdir", refuse)
     with (
         pytest.raises(UsageError, match=r"nothing can be written in .*Permission denied"),
-        writer.new_folder(tmp_path / "x"),
+        publish.new_folder(tmp_path / "x"),
     ):
         pass
 
