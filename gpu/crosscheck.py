@@ -11,6 +11,7 @@ The JSON document::
     verdict   rounding | beyond | bug: the worst of all; beyond: the whole net is further off than rounding takes it,
               though every layer is right for what it was given: a maximum or a sign fell the other way
     first     {side: {layer, mode, tensor}}, the first offender of each side; null where there is none
+    not_finite {layer, tensor}, the first that holds NaN or infinity in float64 as well: so it was given; or null
     layers    [{layer, type, terms {forward, bottom, param}, problems {side: text},
                tensors [{side, mode: isolated | in net | cumulative, name, absolute, relative, ulp, l2, bound,
                          verdict}]}]
@@ -102,11 +103,12 @@ def examine(arguments: argparse.Namespace) -> dict[str, Any]:
         from gpu.sensitivity import sensitivity
 
         found = sensitivity(lambda precision, keep: build(names[0], precision, keep), inputs, arguments.tolerance)
-        return document | {"verdict": ROUNDING, "first": None, "layers": [], "precision": found}
+        return document | {"verdict": ROUNDING, "first": None, "not_finite": None, "layers": [], "precision": found}
     checked = check_layers(filtered, {name: build(name) for name in names}, inputs, shapes, arguments.seed)
     return document | {
         "verdict": overall(checked),
         "first": {name: _first(checked, name) for name in names},
+        "not_finite": _not_finite(checked),
         "layers": [_layer(each) for each in checked],
         "precision": None,
     }
@@ -135,6 +137,18 @@ def _first(checked: Sequence[Checked], side: str) -> dict[str, str] | None:
                 if (tensor.side, tensor.mode, tensor.verdict) == (side, mode, BUG):
                     return {"layer": each.layer, "mode": mode, "tensor": tensor.name}
     return None
+
+
+def _not_finite(checked: Sequence[Checked]) -> dict[str, str] | None:
+    """The first layer in which float64 computed NaN or infinity, too."""
+    found = [
+        ("gradient" in tensor.name, {"layer": each.layer, "tensor": tensor.name})
+        for each in checked
+        for tensor in each.tensors
+        if not tensor.finite
+    ]
+    # What goes forward comes first; gradients spread it back to layers that come before.
+    return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def _layer(each: Checked) -> dict[str, Any]:
@@ -231,6 +245,11 @@ def _sentence(document: dict[str, Any], side: str) -> str:
             if (t["side"], t["verdict"]) == (side, "beyond")
         }
         text = f"{side}: every layer differs from float64 by rounding alone."
+        if (given := document["not_finite"]) is not None:
+            text += (
+                f" Layer {given['layer']!r} is the first with NaN or infinity ({given['tensor']}), in float64 as well: "
+                "its weights or inputs hold it, or values too large."
+            )
         if further:
             text += (
                 f" In the whole net {len(further)} layers are further off than that takes them: on the way a maximum "

@@ -132,8 +132,19 @@ def bound(wanted: np.ndarray, shift: float, terms: int) -> float:
 
 
 def norm(values: np.ndarray) -> float:
-    """L2 norm of all values."""
-    return float(np.linalg.norm(values.reshape(-1)))
+    """L2 norm of all finite values."""
+    flat = values.reshape(-1)
+    return float(np.linalg.norm(np.where(np.isfinite(flat), flat, 0.0)))
+
+
+def shift(moved: np.ndarray, still: np.ndarray) -> float:
+    """L2 distance of two tensors of one shape: infinite where only one is finite, and 0 of what neither is."""
+    finite = np.isfinite(moved), np.isfinite(still)
+    return (
+        math.inf
+        if (finite[0] != finite[1]).any()
+        else norm(np.where(finite[0], moved, 0.0) - np.where(finite[0], still, 0.0))
+    )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from gpu.error_bounds import (
     distance,
     largest,
     lengths,
-    norm,
+    shift,
     smooth,
 )
 from gpu.isolated import Double, Outcome, Work, perturbed, run, run_double
@@ -49,6 +49,8 @@ class Tensor:
     distance: Distance
     bound: float
     verdict: str
+    finite: bool = True
+    """Whether all that float64 computed is finite."""
 
     @property
     def share(self) -> float:
@@ -74,6 +76,7 @@ class Checked:
         return max(of_mode, key=_ORDER.index, default=ROUNDING)
 
 
+@np.errstate(divide="ignore", over="ignore", invalid="ignore")
 def check_layers(
     filtered: FilteredNet,
     nets: Mapping[str, Net],
@@ -187,10 +190,11 @@ def _hold(
         part = "forward" if name in wanted.forward else "backward"
         other = None if moved is None else getattr(moved, part).get(name)
         still_at = getattr(alone, part)[name]
-        shift = norm(other - still_at) if other is not None and other.shape == still_at.shape else 0.0
-        allowed = bound(want, shift, into.terms.of(name))
+        by = shift(other, still_at) if other is not None and other.shape == still_at.shape else 0.0
+        allowed = bound(want, by, into.terms.of(name))
         apart = distance(found[name], want)
-        into.tensors.append(Tensor(side, mode, name, apart, allowed, ROUNDING if apart.l2 <= allowed else BUG))
+        verdict = ROUNDING if apart.l2 <= allowed else BUG
+        into.tensors.append(Tensor(side, mode, name, apart, allowed, verdict, bool(np.isfinite(want).all())))
 
 
 def _in_net(
@@ -255,7 +259,7 @@ def _cumulative(
                 if got is None or want is None or other is None:
                     continue
                 apart = distance(got, want)
-                allowed = bound(want, norm(other - want), terms)
+                allowed = bound(want, shift(other, want), terms)
                 verdict = ROUNDING if apart.l2 <= allowed else BEYOND
                 into.tensors.append(Tensor(side, "cumulative", kind.format(j), apart, allowed, verdict))
 

@@ -138,7 +138,8 @@ def _text(source: str | Path) -> tuple[str, str]:
         return path.read_text(encoding="utf-8"), str(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise PrototxtError(f"prototxt {path} cannot be read: {reason}", hint="check the path") from error
+        hint = "check the path" if isinstance(error, OSError) else "a prototxt is text: are these weights, or a state?"
+        raise PrototxtError(f"prototxt {path} cannot be read: {reason}", hint=hint) from error
 
 
 def _blank(text: str, line: int, column: int) -> str:

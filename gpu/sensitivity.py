@@ -25,6 +25,7 @@ import numpy as np
 from gpu.net import Net
 from gpu.probe import still
 from gpu.timing import has_backward
+from profiler.errors import StallscopeError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,12 +45,21 @@ def sensitivity(
     ----------
     build: makes the net for (precision, keep_fp32), always with the same weights. tolerance: relative change of the
         gradient (of the loss, in a net without one) from which on a layer counts as sensitive.
+
+    Raises StallscopeError where float32 gives no finite numbers to compare with.
     """
     net = build("fp32", ())
     layers = [(layer.name, layer.type) for layer in net.layers]
     names = [name for name, _ in layers]
     scale = 1.0
     truth = _results(net, inputs, scale)
+    if not math.isfinite(_size(truth)):
+        raise StallscopeError(
+            "in float32 already the loss or a gradient is not finite: nothing can be compared with it",
+            expected="finite numbers",
+            found=f"loss {truth[0]:g}",
+            hint="gpu.crosscheck without --precision names the first layer with NaN or infinity; other weights",
+        )
     scale = _loss_scale(net)
     rows: list[dict[str, Any]] = []
     for name, kind in layers:
@@ -120,6 +130,11 @@ def _change(found: tuple[float, list[np.ndarray]], truth: tuple[float, list[np.n
     apart = math.sqrt(sum(float(np.square(a - b).sum()) for a, b in zip(found[1], truth[1], strict=True)))
     whole = math.sqrt(sum(float(np.square(b).sum()) for b in truth[1]))
     return {"loss": loss, "gradient": apart / whole if whole else apart}
+
+
+def _size(results: tuple[float, list[np.ndarray]]) -> float:
+    """Loss and gradients as one number, which is not finite where any of theirs is not."""
+    return abs(results[0]) + sum(float(np.abs(array).sum()) for array in results[1])
 
 
 def _damage(change: Mapping[str, Any]) -> float:

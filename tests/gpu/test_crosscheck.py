@@ -16,6 +16,7 @@ from gpu.backend import Backend
 from gpu.crosscheck import main
 from gpu.error_bounds import UNIT, bound, distance
 from gpu.layer_check import BUG, ROUNDING, Checked, check_layers, overall
+from gpu.layers.dense import InnerProduct
 from gpu.net import Net
 from gpu.probe import bare_graph, quiet_net, random_inputs
 from gpu.prototxt import filter_net, load_net
@@ -369,3 +370,55 @@ def test_precision_of_a_net_without_a_loss(capsys: pytest.CaptureFixture[str], t
     found = document(capsys, str(net), "--precision", "fp16")["precision"]
     assert 0 < found["all_fp16"]["loss"] < 1e-2
     assert found["all_fp16"]["gradient"] == 0
+
+
+SPOILT = """layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 4 dim: 6 } } }
+layer { name: "l" type: "Input" top: "l" input_param { shape { dim: 4 } } }
+layer { name: "a" type: "InnerProduct" bottom: "x" top: "a"
+  inner_product_param { num_output: 5 weight_filler { type: "xavier" } } }
+layer { name: "relu" type: "ReLU" bottom: "a" top: "r" }
+layer { name: "b" type: "InnerProduct" bottom: "r" top: "b"
+  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "b" bottom: "l" top: "loss" }"""
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("layer", ["a", "b"])
+def test_weights_that_are_not_finite_are_no_bug_of_a_layer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, layer: str, value: float
+) -> None:
+    """A snapshot of a run that diverged: layers compute what they are given, and the first to be given it is named."""
+    net, weights = tmp_path / "net.prototxt", tmp_path / "w.caffemodel"
+    net.write_text(SPOILT)
+    made = Net(SPOILT, "TRAIN", seed=1)
+    made.params[layer][0].data[0, 0] = value
+    made.save(weights)
+    found = document(capsys, str(net), "--weights", str(weights), "--backends", "numpy")
+    assert found["verdict"] == "rounding"
+    assert found["not_finite"]["layer"] == layer
+    assert main([str(net), "--weights", str(weights), "--backends", "numpy"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"Layer '{layer}' is the first with NaN or infinity" in text
+    assert "nan%" not in text
+    with pytest.raises(StallscopeError, match="in float32 already"):
+        main([str(net), "--weights", str(weights), "--precision", "fp16"])
+
+
+def test_a_wrong_value_beside_nan_is_still_a_bug(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = InnerProduct.forward
+
+    def wrong(self: Any, bottoms: Any, tops: Any) -> None:
+        forward(self, bottoms, tops)
+        if self.context.compiled and self.name == "a":
+            tops[0][:, 1] *= np.float32(1.01)
+
+    monkeypatch.setattr(InnerProduct, "forward", wrong)
+    net, weights = tmp_path / "net.prototxt", tmp_path / "w.caffemodel"
+    net.write_text(SPOILT)
+    made = Net(SPOILT, "TRAIN", seed=1)
+    made.params["a"][0].data[0, 0] = np.nan
+    made.save(weights)
+    found = document(capsys, str(net), "--weights", str(weights), "--backends", "numpy", code=1)
+    assert found["first"]["numpy"]["layer"] == "a"
