@@ -422,8 +422,7 @@ def test_a_record_that_the_database_cannot_give_out_is_a_bad_record() -> None:
         assert slot.bad is not None
         assert slot.bad_count is not None
         found = read_rows(slot.bad, slot.bad_count)
-        assert {bad.record for bad in found} == {2, 5}
-        assert {(bad.reason, bad.key) for bad in found} == {("read", "?")}
+        assert {(bad.record, bad.reason, bad.key) for bad in found} == {(2, "read", "'key-2'"), (5, "read", "'key-5'")}
 
 
 # -- a whole job -------------------------------------------------------------------------------------------------------
