@@ -328,8 +328,9 @@ class Net:
         if not steps:
             raise UsageError(
                 "this net has no backward pass",
-                found="no loss and nothing to learn",
-                hint="force_backward: true in the prototxt gives every blob a gradient",
+                found="no loss" if self.learnable else "no loss and nothing to learn",
+                hint="a layer with a loss makes it a net to train (a deploy net has none); force_backward: true in the "
+                "prototxt gives every blob a gradient",
             )
         layout, poisons = self._layout, self._layout.poisons and self._backward_from_start
         if self._backward_from_start:

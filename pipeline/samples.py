@@ -112,7 +112,8 @@ def _not_finite(record: Record, image: np.ndarray) -> NotFiniteError:
         expected="finite numbers",
         found=f"{len(wrong):,} of {image.size:,} values, the first is {image[channel, row, column]} in channel "
         f"{channel}, row {row}, column {column}",
-        hint="data.on_bad_record: skip or zero goes on without it; python -m datasets.inspect counts such records",
+        hint="data.on_bad_record: skip or zero goes on without it; python -m datasets.inspect counts such records of "
+        "databases, lists and HDF5 files",
     )
 
 

@@ -397,3 +397,16 @@ def test_policies_beyond_the_golden_set() -> None:
     assert [poly.rate(step) for step in (10, 11, 500)] == [0, 0, 0]
     multistep = LrPolicy("multistep", base_lr=1.0, gamma=0.5, stepvalues=(2, 2, 5))
     assert [multistep.rate(step) for step in range(6)] == [1, 1, 0.25, 0.25, 0.25, 0.125]
+
+
+def test_a_deploy_net_is_told_from_one_without_parameters() -> None:
+    """Training a net without a loss: what is missing is the loss, not something to learn."""
+    text = """input: "data" input_shape { dim: 2 dim: 3 }
+    layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
+      inner_product_param { num_output: 2 weight_filler { type: "xavier" } } }
+    layer { name: "prob" type: "Softmax" bottom: "ip" top: "prob" }"""
+    with pytest.raises(UsageError, match="no backward pass") as caught:
+        Solver("base_lr: 0.1\n", net=text, backend="numpy").step_on({"data": np.ones((2, 3))})
+    assert "no loss\n" in str(caught.value) + "\n"
+    assert "nothing to learn" not in str(caught.value)
+    assert "a layer with a loss" in str(caught.value)
