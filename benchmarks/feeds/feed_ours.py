@@ -21,7 +21,7 @@ _workers_up: list[float] = []
 
 
 def ready_s() -> float | None:
-    """When all workers had entered the ring."""
+    """When the first worker had entered the ring."""
     return _workers_up[-1] if _workers_up else None
 
 
@@ -59,7 +59,8 @@ def open_feed(
     os.environ.setdefault("STALLSCOPE_CACHE", str(folder.parent / "cache"))
     config = load(None, flags(case, folder, engine, backend, fingerprints))
     with Feed(config) as feed:
-        while engine == "ray" and len(feed.stats()["workers"]) < WORKERS:
+        while engine == "ray" and not feed.stats()["workers"]:
             time.sleep(0.002)
-        _workers_up.append(time.monotonic())
+        if engine == "ray":
+            _workers_up.append(time.monotonic())
         yield ((batch.data, batch.labels) for batch in feed)

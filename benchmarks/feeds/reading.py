@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +147,3 @@ def shuffled(case: Case, seed: int = 1) -> Iterator[list[int]]:
             left = np.concatenate([left, rng.permutation(case.data.records)])
         yield left[: case.batch].tolist()
         left = left[case.batch :]
-
-
-def in_turn(case: Case, buffers: int) -> Callable[[], tuple[Any, Any]]:
-    """The next of some batches whose memory is used again and again: faster than new memory for each."""
-    pool, turn = [empty(case) for _ in range(buffers)], iter(range(1 << 62))
-    return lambda: pool[next(turn) % buffers]

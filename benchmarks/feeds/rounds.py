@@ -137,15 +137,16 @@ def prepare(entry: Entry, settings: Settings, peers: Peers) -> dict[str, Any]:
 def _run(command: list[str], timeout_s: float) -> dict[str, Any]:
     """The last line of JSON that a process prints. Nothing that it started outlives it."""
     environment = {**variables(ROOT), START_NS: str(time.monotonic_ns())}
-    process = psutil.Popen(
+    process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, start_new_session=True,
     )  # fmt: skip
     started: dict[int, psutil.Process] = {}
+    watched = psutil.Process(process.pid)
     deadline = time.monotonic() + timeout_s
     try:
         while True:
-            started |= {child.pid: child for child in _children(process)}
+            started |= {child.pid: child for child in _children(watched)}
             try:
                 said, complained = process.communicate(timeout=min(2.0, max(0.1, deadline - time.monotonic())))
                 break
@@ -153,9 +154,12 @@ def _run(command: list[str], timeout_s: float) -> dict[str, Any]:
                 if time.monotonic() > deadline:
                     return {"error": f"nothing after {timeout_s:g} s"}
     finally:
+        started |= {child.pid: child for child in _children(watched)}
+        process.kill()
+        process.wait()
+        _end([*started.values(), *_of_session(process.pid)])
         for pipe in (process.stdout, process.stderr):
             pipe.close()
-        _end([*started.values(), *_children(process), *_of_session(process.pid), process])
     for line in reversed(said.splitlines()):
         if line.startswith("{"):
             return json.loads(line)
@@ -175,7 +179,7 @@ def _of_session(leader: int) -> list[psutil.Process]:
     found = []
     for pid in psutil.pids():
         try:
-            if os.getsid(pid) == leader:
+            if pid != leader and os.getsid(pid) == leader:
                 found.append(psutil.Process(pid))
         except (OSError, psutil.Error):
             continue
