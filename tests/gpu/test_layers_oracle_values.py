@@ -223,7 +223,7 @@ def spread(kind: str) -> Callable[[Pick], Case]:
             y = x * operand.reshape(wide) if kind == "Scale" else x + operand.reshape(wide)
             return y + more[0].reshape(wide) if more else y
 
-        fields = f"axis: {axis} num_axes: {count}" + " bias_term: true" * bias
+        fields = f"axis: {axis}" + f" num_axes: {count}" * learned + " bias_term: true" * bias
         bottoms = {"x": shape} if learned else {"x": shape, "s": inner}
         return Case(kind, f"{kind.lower()}_param {{ {fields} }}", bottoms, wanted)
 
