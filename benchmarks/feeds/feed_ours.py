@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,8 +54,6 @@ def open_feed(
     case: Case, folder: Path, variant: str, fingerprints: bool = False
 ) -> Iterator[Iterator[tuple[Any, Any]]]:
     engine, _, backend = variant.partition(", ")
-    # Next to the data: a kept index is of use to the next round, and nothing of it lands in a home folder.
-    os.environ.setdefault("STALLSCOPE_CACHE", str(folder.parent / "cache"))
     config = load(None, flags(case, folder, engine, backend, fingerprints))
     with Feed(config) as feed:
         while engine == "ray" and not feed.stats()["workers"]:
