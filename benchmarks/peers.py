@@ -88,9 +88,10 @@ def _measure_all(given: argparse.Namespace, settings: Settings, console: Console
     peers = Peers(given.environment or settings.folder / "environment")
     peers.install([feed for feed in feeds if feed in rounds.PEERS], say=console.print)
     wanted = rounds.entries(cases, feeds, given.quick)
-    for case, feed in dict.fromkeys((entry.case, entry.feed) for entry in wanted if entry.feed in rounds.PEERS):
+    formats = {(CASES[entry.case].data.name, entry.feed): entry for entry in wanted if entry.feed in rounds.OWN_FORMAT}
+    for (name, feed), entry in formats.items():
         if peers.outcome[feed]["installed"]:
-            _tell(console, f"{case} for {feed}", rounds.prepare(Entry(case, feed), settings, peers))
+            _tell(console, f"{name} for {feed}", rounds.prepare(entry, settings, peers))
     for case in cases:
         warm(settings.folder / case_named(case, given.quick).data.folder)
     if "ours" in feeds and not given.quick:  # compile once, where that is not measured

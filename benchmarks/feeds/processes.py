@@ -8,7 +8,8 @@ from pathlib import Path
 
 _TICK = os.sysconf("SC_CLK_TCK")
 _RAYS_FILES = "/site-packages/ray/"
-_RAYS_NAMES = tuple(f"ray::{name}" for name in ("IDLE", "DashboardAgent", "RuntimeEnvAgent", "SPILL", "RESTORE"))
+_IDLE = "ray::IDLE"
+_RAYS_NAMES = (_IDLE, *(f"ray::{name}" for name in ("DashboardAgent", "RuntimeEnvAgent", "SPILL", "RESTORE")))
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,17 @@ class Usage:
     anon_shmem: int = 0
     ray_pss: int = 0
     processes: int = 0
+    ray_workers: frozenset[int] = frozenset()
 
     def cpu_since(self, before: Usage) -> float:
-        """Seconds that the processes took since; those that have ended since then count with their parents."""
-        return sum(self.cpu_s.values()) - sum(before.cpu_s.values())
+        """Seconds that the processes took since. One that has ended counts with its parent, which has waited for it;
+        a worker of Ray's that has ended is lost, since its parent is Ray."""
+        lost = before.ray_workers - self.cpu_s.keys()
+        return sum(self.cpu_s.values()) - sum(value for pid, value in before.cpu_s.items() if pid not in lost)
 
 
-def tree(root: int) -> dict[int, bool]:
-    """Process ids of ``root`` and everything below it, with whether it is one of Ray's own."""
+def tree(root: int) -> dict[int, str]:
+    """Process ids of ``root`` and everything below it, with their command lines."""
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -41,15 +45,14 @@ def tree(root: int) -> dict[int, bool]:
         new = {pid for pid, parent in parents.items() if parent in found} - found
         found |= new
         added = bool(new)
-    return {pid: pid != root and _is_rays(pid) for pid in found}
+    return {pid: _command(pid) for pid in found}
 
 
-def _is_rays(pid: int) -> bool:
+def _command(pid: int) -> str:
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
-        return False
-    return is_rays_own(command)
+        return ""
 
 
 def is_rays_own(command: str) -> bool:
@@ -59,13 +62,18 @@ def is_rays_own(command: str) -> bool:
 
 def usage(root: int, memory: bool = True) -> Usage:
     """What the processes have used so far; ``memory`` walks their page tables, which takes milliseconds."""
-    cpu, pss, own, rays, count = {}, 0, 0, 0, 0
-    for pid, is_rays in tree(root).items():
+    cpu, workers, pss, own, rays, count = {}, set(), 0, 0, 0, 0
+    for pid, command in tree(root).items():
+        is_rays = pid != root and is_rays_own(command)
+        # Between two tasks a worker is idle: its time counts all the same, and what is truly idle takes none.
+        is_worker = command.startswith("ray::") and not (is_rays and not command.startswith(_IDLE))
         try:
-            if not is_rays:
+            if is_worker:
+                workers.add(pid)
+            if is_worker or not is_rays:
                 text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
                 cpu[pid] = sum(map(int, text.rpartition(")")[2].split()[11:15])) / _TICK
-                count += 1
+            count += not is_rays
             if memory:
                 rollup = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
                 sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in rollup.splitlines()[1:]}
@@ -76,4 +84,4 @@ def usage(root: int, memory: bool = True) -> Usage:
                     own += sizes["Pss_Anon"] + sizes["Pss_Shmem"]
         except (OSError, ValueError, KeyError):
             continue
-    return Usage(cpu, pss, own, rays, count)
+    return Usage(cpu, pss, own, rays, count, frozenset(workers))

@@ -37,6 +37,8 @@ PEERS: dict[str, tuple[str, ...]] = {
     "mosaic": ("2 workers",),
 }
 """Peers, and the ways of using them that are tried: each comes in its best."""
+OWN_FORMAT = ("tf", "webdataset", "mosaic")
+"""Peers that cannot read Caffe's databases."""
 TIMEOUT_S = 120.0
 
 

@@ -19,7 +19,7 @@ from benchmarks.feeds import data, reading, rounds
 from benchmarks.feeds.cases import CASES, MEAN, case_named
 from benchmarks.feeds.checking import Check, WrongWork
 from benchmarks.feeds.environment import REQUIREMENTS, Peers
-from benchmarks.feeds.processes import is_rays_own, usage
+from benchmarks.feeds.processes import Usage, is_rays_own, usage
 from benchmarks.feeds.table import TARGETS, summarise, verdicts
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +117,8 @@ def test_a_process_that_hangs_ends_with_all_that_it_started(folder: Path) -> Non
 def test_every_peer_has_a_module_and_requirements() -> None:
     assert set(rounds.PEERS) == set(REQUIREMENTS)
     for peer in rounds.PEERS:
-        assert (ROOT / "benchmarks" / "feeds" / f"feed_{peer}.py").exists(), peer
+        text = (ROOT / "benchmarks" / "feeds" / f"feed_{peer}.py").read_text()
+        assert ("def prepare(" in text) == (peer in rounds.OWN_FORMAT), peer
 
 
 # -- is it the same work? --------------------------------------------------------------------------------------
@@ -315,6 +316,12 @@ def test_rays_own_processes_are_told_from_those_that_work() -> None:
     assert not is_rays_own("ray::WorkerActor.run")
     assert not is_rays_own("ray::MapBatches(make)")
     assert not is_rays_own("python -m benchmarks.feeds.child ray_data raw-u8")
+
+
+def test_workers_of_rays_that_end_do_not_take_time_back() -> None:
+    before = Usage({1: 5.0, 2: 3.0, 3: 4.0}, ray_workers=frozenset({2}))
+    after = Usage({1: 6.0 + 4.5}, ray_workers=frozenset())  # 3 was waited for by 1, after half a second more
+    assert after.cpu_since(before) == 1.5
 
 
 def test_usage_counts_children_and_their_memory() -> None:
