@@ -7,7 +7,7 @@
 Three data sets (1.5 GB with the formats of the peers) are built in ``--folder`` and stay there, as does an environment
 with the peers (about 6 GB). Each measurement is a fresh process on a warm page cache. In the first round every peer is
 tried in several ways; later rounds repeat ours, the limit and each peer within half of the best, in its best way.
-The same command goes on where it was stopped. See docs/benchmarks.md for what the columns mean.
+The same command with the same code goes on where it was stopped. See docs/benchmarks.md for what the columns mean.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _rounds(
 ) -> list[dict[str, Any]]:
     """All measurements of all rounds; each is kept in a file as soon as it is made, and not made again."""
     results = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()] if kept.exists() else []
-    done = {_key(row): row for row in results}
+    done = {_key(row): row for row in results if "error" not in row}
     console.print(f"seed {seed}; {len(done)} measurements of an earlier run in {kept.name}")
     mine: list[dict[str, Any]] = []
     for number in range(1, count + 1):

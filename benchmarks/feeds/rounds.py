@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -201,5 +202,10 @@ def _end(processes: list[psutil.Process]) -> None:
 
 
 def key(settings: Settings, seed: int) -> str:
-    """Results of other settings are other results."""
-    return f"{seed}-{settings.seconds:g}-{settings.warm_s:g}{'-quick' if settings.quick else ''}-{os.cpu_count()}"
+    """Results of other settings, or of another state of the code, are other results."""
+    sources = hashlib.sha256()
+    for package in ("benchmarks", "datasets", "gpu", "pipeline", "profiler"):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            sources.update(file.read_bytes())
+    chosen = f"{seed}-{settings.seconds:g}{'-quick' if settings.quick else ''}"
+    return f"{chosen}-{sources.hexdigest()[:12]}"
