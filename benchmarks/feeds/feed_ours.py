@@ -18,7 +18,7 @@ PACKAGES = ()
 VARIANTS = ("ray, lmdb", "ray, leveldb", "inline, lmdb", "inline, leveldb")
 WORKERS = 2
 RESIZED_PART = "data.transform.random_resized_crop"
-UINT8 = ("data.transform.dtype", "uint8")
+UINT8 = ("feed.pixels", "uint8")
 """Keys that a version may not have: without the second its uint8 cases end with an error that names it."""
 _workers_up: list[float] = []
 
