@@ -56,6 +56,8 @@ class LmdbSource(Source):
         reading: it would read pages that nobody wants.
     lock: take a reader slot in ``lock.mdb`` (which is made where there is none), so that no writer gives away the pages
         that are read: one slot for each process and database (:mod:`datasets.lmdb_slot`).
+    tolerant: damage that going through the keys meets is no reason to refuse the database, where first and last key say
+        that they are padded numbers: then only the records that lie there cannot be read.
 
     The file is never mapped. One that is cut while it is read gives a short read, and so :class:`DatasetTruncated`,
     whatever the moment; its size is compared as well before every call and every 256 records. A commit by a writer is
@@ -65,11 +67,14 @@ class LmdbSource(Source):
 
     backend = "lmdb"
 
-    def __init__(self, path: str, db: str | None = None, readahead: bool = True, lock: bool = False) -> None:
+    def __init__(
+        self, path: str, db: str | None = None, readahead: bool = True, lock: bool = False, tolerant: bool = False
+    ) -> None:
         self.path = os.path.abspath(path)
         self.db = db
         self.readahead = readahead
         self.lock = lock
+        self.tolerant = tolerant
         self._closed = False
         self._index: key_index.KeyIndex | None = None
         self._records = -1
@@ -174,7 +179,7 @@ class LmdbSource(Source):
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        keep = ("path", "db", "readahead", "lock", "_records", "_version")
+        keep = ("path", "db", "readahead", "lock", "tolerant", "_records", "_version")
         # A list of keys stays behind: the copy finds it kept on disk, or makes it.
         index = self._index if isinstance(self._index, key_index.DenseKeys) else None
         return {name: getattr(self, name) for name in keep} | {"_index": index}
@@ -288,12 +293,19 @@ class LmdbSource(Source):
     def _make_index(self, file: LmdbFile, meta: Meta, tree: Tree, cells: array[int]) -> key_index.KeyIndex:
         """The index of the keys. ``cells`` gets the places of all records, where they are few and gone through."""
         if tree.entries > _SCAN_LIMIT:
-            ends = Pages(file, meta).ends(tree)
-            if isinstance(ends, Lost):
-                raise self._corrupt("cannot be read", f"{ends.place} {ends.reason}")
-            dense = key_index.dense_by_ends(*ends, tree.entries)
+            dense = self._dense(file, meta, tree)
             if dense is not None:
                 return dense
+        try:
+            return self._gone_through(file, meta, tree, cells)
+        except DatasetCorrupt:
+            dense = self._dense(file, meta, tree) if self.tolerant else None
+            if dense is None:
+                raise
+            del cells[:]
+            return dense
+
+    def _gone_through(self, file: LmdbFile, meta: Meta, tree: Tree, cells: array[int]) -> key_index.KeyIndex:
         note = tree.entries <= min(_SCAN_LIMIT, MOST_CELLS)
 
         def scan() -> key_index.KeyIndex:
@@ -312,6 +324,13 @@ class LmdbSource(Source):
             "mtime_ns": status.st_mtime_ns,
         }
         return key_cache.kept(f"lmdb {state['path']} {self.db}", state, scan)
+
+    def _dense(self, file: LmdbFile, meta: Meta, tree: Tree) -> key_index.DenseKeys | None:
+        """The index of padded numbers, where first and last key allow it."""
+        ends = Pages(file, meta).ends(tree)
+        if isinstance(ends, Lost):
+            raise self._corrupt("cannot be read", f"{ends.place} {ends.reason}")
+        return key_index.dense_by_ends(*ends, tree.entries)
 
     def _keys(self, pages: Pages, tree: Tree, cells: array[int] | None) -> Iterator[bytes]:
         """All keys, in order. Refuses damaged pages: what comes behind them cannot be found."""

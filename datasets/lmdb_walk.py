@@ -297,7 +297,7 @@ def _find(
             if is_leaf:
                 break
             path[0, level], path[1, level] = number, 0
-        nodes, node = _shape(pages[row])[1], np.int64(0)
+        nodes, node = _shape(pages[row])[1], np.int64(0)  # type: ignore[assignment]
     node += steps
     page = pages[row]
     if not _place(page, number, node, sizes, out):

@@ -173,7 +173,8 @@ def open_source(
     lock: LMDB only: take a slot in its lock table (this writes to ``lock.mdb``), so that a writer keeps the pages that
         are read. Not needed where nobody writes. A commit ends the reading either way.
     root, tops: of lists and HDF5 files: where their paths begin, and the names of the data sets, or ``EVERY_TOP``.
-    tolerant: lines of a list of images that cannot be used are records that cannot be read, no reason to refuse it.
+    tolerant: lines of a list of images that cannot be used, and damaged pages of an LMDB whose keys are padded numbers,
+        are records that cannot be read, no reason to refuse it.
 
     Raises
     ------
@@ -202,7 +203,7 @@ def open_source(
     if found == "lmdb":
         from datasets.lmdb_source import LmdbSource
 
-        source = LmdbSource(place, db=db, readahead=readahead, lock=lock)
+        source = LmdbSource(place, db=db, readahead=readahead, lock=lock, tolerant=tolerant)
     else:
         from datasets.leveldb_source import LevelDbSource
 

@@ -118,8 +118,8 @@ class Span:
         start = self.t0_ns + left
         cpu_left, runq_left = cpu, runq
         for stage, length in ends:
-            queued = MISSING if runq == MISSING else runq * length // whole
-            used = MISSING if cpu == MISSING else min(cpu_left, length - max(0, queued))
+            queued = MISSING if runq == MISSING else min(length, runq * length // whole)  # of another clock than whole
+            used = MISSING if cpu == MISSING else max(0, min(cpu_left, length - max(0, queued)))
             self._recorder.add(
                 Kind.SPAN, stage, start, start + length, step=self.step, epoch=self.epoch, slot=self.slot, cpu_ns=used,
                 runq_ns=queued, inblock=0, items=self.items, nbytes=self.nbytes, flags=self.flags, major_faults=0,

@@ -97,14 +97,16 @@ def test_columns_are_found_named_and_their_classes_known(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("how", ["folder", "glob", "braces", "several"])
 def test_several_files_are_one_source(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
     for part in range(3):
         images = [png(part * 10 + index) for index in range(5)]
-        parquet(tmp_path / f"train-0{part}.parquet", images, pa.binary(), label=[part] * 5)
+        parquet(folder / f"train-0{part}.parquet", images, pa.binary(), label=[part] * 5)
     sources = {
-        "folder": [tmp_path],
-        "glob": [tmp_path / "train-*.parquet"],
-        "braces": [str(tmp_path / "train-{00..02}.parquet")],
-        "several": [tmp_path / f"train-0{part}.parquet" for part in range(3)],
+        "folder": [folder],
+        "glob": [folder / "train-*.parquet"],
+        "braces": [str(folder / "train-{00..02}.parquet")],
+        "several": [folder / f"train-0{part}.parquet" for part in range(3)],
     }[how]
     assert run("parquet", *sources, tmp_path / "out", "--shuffle", "off") == 0
     assert [(value, label) for _, value, label in found(tmp_path / "out")] == [
@@ -160,14 +162,16 @@ def test_files_that_are_cut_or_no_parquet_or_not_there(tmp_path: Path) -> None:
 
 
 def test_damage_inside_a_file_is_one_item_and_the_next_file_is_read(tmp_path: Path) -> None:
-    file = parquet(tmp_path / "a.parquet", [os.urandom(500) for _ in range(40)], pa.binary(), label=[1] * 40)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    file = parquet(folder / "a.parquet", [os.urandom(500) for _ in range(40)], pa.binary(), label=[1] * 40)
     content = bytearray(file.read_bytes())
     content[4:200] = bytes(196)
     file.write_bytes(content)
-    parquet(tmp_path / "b.parquet", [png(5)], pa.binary(), label=[2])
+    parquet(folder / "b.parquet", [png(5)], pa.binary(), label=[2])
     with pytest.raises(convert_inputs.InputError, match=r"a\.parquet: nothing can be read after row 0"):
-        run("parquet", tmp_path, tmp_path / "out")
-    assert run("parquet", tmp_path, tmp_path / "out", "--on-error", "skip") == 1
+        run("parquet", folder, tmp_path / "out")
+    assert run("parquet", folder, tmp_path / "out", "--on-error", "skip") == 1
     assert samples(tmp_path / "out") == [("", 5, 2)]
 
 

@@ -173,6 +173,7 @@ def test_a_step_fed_instantly_shows_no_stall(tmp_path: Path) -> None:
     _in_one_of_three(run, times, tmp_path)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("engine", ["inline", pytest.param("ray", marks=pytest.mark.ray)])
 def test_a_slow_feed_shows_the_stall_where_it_is(tmp_path: Path, engine: str) -> None:
     """40 ms of a user's transform before a step of 20 ms: the wait is 40 ms inline, and 20 ms beside a worker."""

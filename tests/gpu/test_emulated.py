@@ -16,6 +16,8 @@ from profiler.errors import StallscopeError
 from profiler.events import Flag, Stage
 from tests.gpu.recording import ListRecorder
 
+pytestmark = pytest.mark.alone
+
 
 def opened(**settings: float) -> tuple[EmulatedDevice, ListRecorder]:
     recorder = ListRecorder()

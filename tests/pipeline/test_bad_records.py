@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from datasets import datum
 from datasets.errors import DatasetCorrupt
+from datasets.lmdb_source import LmdbSource
 from datasets.order import Order
 from datasets.source import Record, Source
 from pipeline import ray_runtime
@@ -423,6 +425,39 @@ def test_a_record_that_the_database_cannot_give_out_is_a_bad_record() -> None:
         assert slot.bad_count is not None
         found = read_rows(slot.bad, slot.bad_count)
         assert {(bad.record, bad.reason, bad.key) for bad in found} == {(2, "read", "'key-2'"), (5, "read", "'key-5'")}
+
+
+@pytest.mark.parametrize("keys", ["%08d", "%08d_cat.jpg"])
+def test_scribbled_pages_of_an_lmdb_cost_their_records_and_no_other(tmp_path: Path, keys: str) -> None:
+    """Where keys are numbers, a record behind the damage can still be found; else the database is refused as ever."""
+    names = [(keys % i).encode() for i in range(600)]
+    path = write_lmdb(tmp_path / "db", [raw(picture(i, (1, 12, 12)), i % 7) for i in range(600)], names)
+    file = Path(path) / "data.mdb"
+    content = bytearray(file.read_bytes())
+    leaves = [at for at in range(2 * 4096, len(content), 4096) if content[at + 10] == 2]
+    leaves = [at for at in leaves if not any(key in content[at : at + 4096] for key in (names[0], names[-1]))]
+    with LmdbSource(path) as source:
+        on_page = source.locate(np.arange(600)).key_offsets // 4096 * 4096
+    chosen = random.Random(1).sample(leaves, 5)
+    lost = set(np.flatnonzero(np.isin(on_page, chosen)).tolist())
+    for at in chosen:
+        content[at : at + 16] = b"\xee" * 16
+    file.write_bytes(content)
+    asked = FeedSpec(path, 20, on_bad_record="skip", bad_record_cap=1.0, stop_step=30)
+    with pytest.raises(DatasetCorrupt, match="is damaged"):
+        Feed.from_spec(replace(asked, on_bad_record="stop"))
+    if "jpg" in keys:
+        with pytest.raises(DatasetCorrupt, match="--salvage OUT saves what is sound"):
+            Feed.from_spec(asked)
+        return
+    with Feed.from_spec(asked) as feed:
+        delivered = [int(record) for batch in feed for record in batch.ids]
+        listed, told = feed.state_dict()["bad_records"], feed.stats()["bad_records"]["records"]
+    assert len(delivered) == 600
+    assert 20 < len(lost) < 200
+    assert set(delivered) == set(range(600)) - lost
+    assert listed == sorted(lost)
+    assert told == len(lost)
 
 
 # -- a whole job -------------------------------------------------------------------------------------------------------

@@ -160,6 +160,7 @@ def test_workers_that_never_start_are_listed() -> None:
     made.close()
 
 
+@pytest.mark.alone
 def test_one_worker_that_never_starts_does_not_stop_the_other(tmp_path: Path, expected: list[int]) -> None:
     with Recorder.open(tmp_path, "trainer", "trainer") as recorder:
         made = engine(replace(SPEC, start_timeout_s=3.0), recorder=recorder, never=(1,))

@@ -13,9 +13,12 @@ import pytest
 
 from datasets.lmdb_source import LmdbSource
 from pipeline import run as runs
+from pipeline.native import Native
 from pipeline.settings import load
 from profiler import osread
 from tests.pipeline.build import picture, raw, write_lmdb
+
+pytestmark = pytest.mark.alone
 
 
 def slow_function(image: np.ndarray, label: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
@@ -40,14 +43,18 @@ def report_of(tmp_path: Path, database: str, **more: Any) -> dict[str, Any]:
     return dict(json.loads((tmp_path / "run" / "report.json").read_text()))
 
 
-def test_reads_that_block_are_storage(tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = LmdbSource.read_many
+@pytest.mark.parametrize("way", ["native", "general"])
+def test_reads_that_block_are_storage(tmp_path: Path, database: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = "locate" if way == "native" else "read_many"
+    real = getattr(LmdbSource, step)
 
     def slow(self: LmdbSource, indices: Any) -> Any:
         time.sleep(0.02)
         return real(self, indices)
 
-    monkeypatch.setattr(LmdbSource, "read_many", slow)
+    monkeypatch.setattr(LmdbSource, step, slow)
+    if way == "general":
+        monkeypatch.setattr(Native, "of", lambda *_: None)
     found = report_of(tmp_path, database)
     if not found["coverage"]["run_queue"]:
         pytest.skip("this kernel keeps no scheduler statistics")
