@@ -33,11 +33,11 @@ demo: $(READY) data/mnist_train_lmdb data/mnist_test_lmdb
 	$(PY) -m pipeline.train examples/lenet_mnist.yaml --run.if_exists replace
 	$(PY) -m profiler.report runs/lenet --quiet --html runs/lenet/report.html --json runs/lenet/report.json --trace runs/lenet/trace.json
 
-# Beside one another what bears it; then, one after the other, what starts a Ray or measures time.
+# Beside one another what bears it, then one after the other what measures.
 TESTS := not gpu and not long and not oracle
 test: $(READY)
-	$(PYTEST) -m "$(TESTS) and not ray and not alone" -n auto --maxprocesses 8 --dist loadfile
-	$(PYTEST) -m "$(TESTS) and (ray or alone)"
+	$(PYTEST) -m "$(TESTS) and not alone" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "$(TESTS) and alone" $$(grep -rl "mark\.alone" tests)
 
 test-long: $(READY)
 	$(PYTEST) -m "long and not gpu" --timeout 1800

@@ -8,7 +8,9 @@ kernel, and keeps what went wrong so that it can be reported.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
@@ -69,7 +71,7 @@ def select_backend(name: str | Backend = "auto", *, deterministic: bool = True, 
         return Backend("emulated", np, "asked for by name: NumPy's numbers, an accelerator's timing")
     if name not in NAMES:
         raise UsageError(f"unknown backend {name!r}", expected=" | ".join(NAMES), found=name)
-    if deterministic and cupy_distributions():
+    if deterministic and _cupy_is_there():
         determinism.prepare()
     probe = probe_cupy()
     if probe.module is not None:
@@ -99,9 +101,17 @@ def cupy_distributions() -> list[str]:
     return sorted(found)
 
 
+def _cupy_is_there() -> bool:
+    try:
+        return "cupy" in sys.modules or importlib.util.find_spec("cupy") is not None
+    except (ImportError, ValueError):
+        return True
+
+
 def probe_cupy() -> CupyProbe:
     """Import cupy, count devices, run one kernel and one product; never raises for what is wrong with the machine."""
-    installed = cupy_distributions()
+    # Reading the names of all that is installed takes a tenth of a second.
+    installed = cupy_distributions() if _cupy_is_there() else []
     if len(installed) > 1:
         # Two wheels write into the same folder; which files won decides what fails, so nothing it says can be trusted.
         return CupyProbe(

@@ -60,7 +60,7 @@ class Run:
     notes: list[dict[str, Any]]
     fingerprints: pa.Table
     samples: pa.Table
-    memory: pa.Table = field(default_factory=lambda: streams.MEMORY.empty_table())
+    memory: pa.Table = field(default_factory=lambda: pa.Table.from_batches([], schema=streams.MEMORY))
     processes: dict[str, dict[str, Any]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -206,7 +206,7 @@ def _load_streams(
     processes: dict[str, dict[str, Any]] | None = None,
 ) -> pa.Table:  # fmt: skip
     """All streams of a folder as one table. With ``processes``, streams named there are skipped, others added to it."""
-    tables = [_schema(schema, extras).empty_table()]
+    tables = [pa.Table.from_batches([], schema=_schema(schema, extras))]
     for path in sorted(folder.glob("*.arrows")):
         where = f"{folder.name}/{path.name}"
         if processes is not None and path.stem in processes:
@@ -256,7 +256,7 @@ def _with_later_columns(table: pa.Table) -> pa.Table:
     for name in LATER:
         if name not in table.column_names:
             kind = streams.EVENTS.field(name).type
-            table = table.append_column(name, pa.repeat(pa.scalar(MISSING, kind), table.num_rows))
+            table = table.append_column(name, streams.repeated(MISSING, table.num_rows, kind))
     return table
 
 
@@ -273,10 +273,12 @@ def _with_identity(table: pa.Table, process: str, identity: dict[str, str], extr
     values = {"process": process, **_plain(identity)}
     for name in extras:
         if name in streams.NUMBERS:
-            columns.append(pa.repeat(pa.scalar(values[name], pa.int64()), table.num_rows))
+            columns.append(streams.repeated(values[name], table.num_rows, pa.int64()))
         else:
-            index = pa.repeat(pa.scalar(0, pa.int32()), table.num_rows)
-            columns.append(pa.DictionaryArray.from_arrays(index, [str(values.get(name, ""))]))
+            index = streams.repeated(0, table.num_rows, pa.int32())
+            columns.append(
+                pa.DictionaryArray.from_arrays(index, streams.column([str(values.get(name, ""))], pa.string()))
+            )
     return pa.table(columns, schema=schema)
 
 

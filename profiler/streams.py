@@ -60,13 +60,13 @@ class StreamFile:
     def append_events(self, data: bytes) -> None:
         """Append rows given as the bytes of an :data:`EVENT` array. Raises OSError."""
         rows = np.frombuffer(data, EVENT)
-        columns = [_column(rows[field.name], field.type) for field in self._schema]
+        columns = [column(rows[field.name], field.type) for field in self._schema]
         self._append(pa.RecordBatch.from_arrays(columns, schema=self._schema))
 
     def append_rows(self, rows: Sequence[Sequence[Any]]) -> None:
         """Append rows given as tuples in the order of the schema. Raises OSError."""
         columns = zip(zip(*rows, strict=True), self._schema, strict=True)
-        arrays = [_column(column, field.type) for column, field in columns]
+        arrays = [column(values, field.type) for values, field in columns]
         self._append(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class StreamFile:
             raise
 
 
-def _column(values: Sequence[Any] | np.ndarray, kind: pa.DataType) -> pa.Array:
+def column(values: Sequence[Any] | np.ndarray, kind: pa.DataType) -> pa.Array:
     """Values without nulls as an Arrow array of numbers, strings or lists of numbers.
 
     Built from buffers, because ``pa.array`` imports pandas wherever that is installed: half a second in every process,
@@ -119,10 +119,15 @@ def _column(values: Sequence[Any] | np.ndarray, kind: pa.DataType) -> pa.Array:
         np.cumsum([len(part) for part in parts], out=ends[1:])
         if text:
             return pa.Array.from_buffers(kind, len(parts), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(parts))])
-        child = _column(np.concatenate(parts) if parts else (), kind.value_type)
+        child = column(np.concatenate(parts) if parts else (), kind.value_type)
         return pa.Array.from_buffers(kind, len(parts), [None, pa.py_buffer(ends)], children=[child])
     dtype = np.float64 if kind == pa.float64() else np.dtype(str(kind))
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.ascontiguousarray(values, dtype))])
+
+
+def repeated(value: int, count: int, kind: pa.DataType) -> pa.Array:
+    """One number many times, without ``pa.scalar``, which imports pandas as well."""
+    return column(np.full(count, value), kind)
 
 
 def read_stream(path: Path) -> tuple[pa.Table | None, dict[str, str], str | None, bool]:
@@ -130,38 +135,33 @@ def read_stream(path: Path) -> tuple[pa.Table | None, dict[str, str], str | None
 
     Returns (table or None if not even the schema is there, identity, problem or None, whether it was closed properly).
     """
-    size = path.stat().st_size
-    if size == 0:
+    content = path.read_bytes()
+    if not content:
         return None, {}, "empty: the process ended before its first write", False
-    with pa.memory_map(str(path)) as source:
-        source.seek(max(0, size - len(_END)))
-        closed = source.read() == _END
-        source.seek(0)
+    closed = content.endswith(_END)
+    try:
+        reader = pa.ipc.open_stream(pa.py_buffer(content))
+        identity = {key.decode(): value.decode() for key, value in (reader.schema.metadata or {}).items()}
+        for number in NUMBERS:
+            int(identity[number])
+        schema = reader.schema.remove_metadata()
+        "".join(schema.names)  # damaged names raise here, where it is expected
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        return None, {}, f"unreadable from the start ({_first_line(error)})", False
+    batches = []
+    problem = None
+    while True:
         try:
-            reader = pa.ipc.open_stream(source)
-            identity = {key.decode(): value.decode() for key, value in (reader.schema.metadata or {}).items()}
-            for number in NUMBERS:
-                int(identity[number])
-            schema = reader.schema.remove_metadata()
-            "".join(schema.names)  # damaged names raise here, where it is expected
-        except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-            return None, {}, f"unreadable from the start ({_first_line(error)})", False
-        batches = []
-        problem = None
-        while True:
-            try:
-                batch = reader.read_next_batch()
-                batch.validate(full=True)
-            except StopIteration:
-                break
-            except (pa.ArrowException, OSError, ValueError) as error:
-                problem = f"cut within a message; everything before it was read ({_first_line(error)})"
-                break
-            batches.append(batch)
-        # Copied out of the mapping, so that the file may go away.
-        table = pa.Table.from_batches(batches, schema=schema)
-        copy = table.take(pa.array(np.arange(table.num_rows)))
-    return copy, identity, problem, closed
+            batch = reader.read_next_batch()
+            batch.validate(full=True)
+        except StopIteration:
+            break
+        except (pa.ArrowException, OSError, ValueError) as error:
+            problem = f"cut within a message; everything before it was read ({_first_line(error)})"
+            break
+        batches.append(batch)
+    table = pa.Table.from_batches(batches, schema=schema)
+    return table, identity, problem, closed
 
 
 def identity(path: Path) -> dict[str, str] | None:

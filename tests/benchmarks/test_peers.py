@@ -59,6 +59,7 @@ def batch_of(records: reading.Records, seed: int = 1) -> tuple[Any, Any]:
 
 
 @pytest.mark.ray
+@pytest.mark.long
 def test_quick_measures_ours_and_the_limit_and_goes_on_where_it_stopped(folder: Path) -> None:
     out = folder / "out.json"
     command = [sys.executable, "-m", "benchmarks.peers", "--quick", "--folder", str(folder), "--cases", "small-f32"]

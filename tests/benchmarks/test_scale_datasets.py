@@ -28,6 +28,7 @@ def figures(results):
             yield database, database[opening]
 
 
+@pytest.mark.long
 def test_it_measures_what_it_says(small):
     assert list(small["databases"]) == KINDS
     assert [database["records"] for database in small["databases"].values()] == [20_000, 20_000, 2_000]

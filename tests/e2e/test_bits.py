@@ -63,7 +63,7 @@ def reference(databases: Databases, solver: Path, tmp_path_factory: pytest.TempP
     ("engine", "workers", "backend"),
     [
         ("inline", 1, "leveldb"),
-        pytest.param("ray", 1, "lmdb", marks=pytest.mark.ray),
+        pytest.param("ray", 1, "lmdb", marks=[pytest.mark.ray, pytest.mark.long]),
         pytest.param("ray", 2, "leveldb", marks=pytest.mark.ray),
     ],
 )

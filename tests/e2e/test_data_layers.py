@@ -68,9 +68,8 @@ def weights(folder: Path, *flags: str) -> str:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    "layer", [layer if layer == "ImageData" else pytest.param(layer, marks=pytest.mark.long) for layer in LAYERS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layer", LAYERS)
 def test_workers_change_no_bit_and_neither_does_a_resume(place: Path, layer: str) -> None:
     net(place, layer)
     inline = weights(place, "--feed.engine=inline")

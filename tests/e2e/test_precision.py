@@ -50,6 +50,7 @@ def reference(databases: Databases, solver: Path, tmp_path_factory: pytest.TempP
 
 
 @pytest.mark.ray
+@pytest.mark.long
 def test_worker_processes_change_no_bit(
     databases: Databases, solver: Path, reference: list[str], tmp_path: Path
 ) -> None:

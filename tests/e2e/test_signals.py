@@ -29,7 +29,7 @@ def _job(databases: Databases, folder: Path, engine: str) -> list[str]:
         (signal.SIGINT, 130, "inline"),
         (signal.SIGTERM, 143, "inline"),
         pytest.param(signal.SIGINT, 130, "ray", marks=[pytest.mark.ray, pytest.mark.long]),
-        pytest.param(signal.SIGTERM, 143, "ray", marks=pytest.mark.ray),
+        pytest.param(signal.SIGTERM, 143, "ray", marks=[pytest.mark.ray, pytest.mark.long]),
     ],
 )
 def test_a_signal_ends_the_step_and_leaves_a_snapshot_and_a_report(

@@ -151,6 +151,7 @@ def _in_one_of_three(
                 raise
 
 
+@pytest.mark.alone
 @pytest.mark.ray
 def test_a_step_fed_instantly_shows_no_stall(tmp_path: Path) -> None:
     def run(folder: Path) -> dict[str, Any]:

@@ -226,7 +226,8 @@ def test_a_ray_that_was_up_before_stays_up() -> None:
     assert ray.is_initialized()
 
 
-def test_a_feed_of_its_own_ray_is_quiet_and_leaves_no_process_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["killed", pytest.param("ended", marks=pytest.mark.long)])
+def test_a_feed_of_its_own_ray_is_quiet_and_leaves_no_process_behind(tmp_path: Path, way: str) -> None:
     """In a process of its own: one is killed in mid-run, one ends by itself."""
     script = tmp_path / "job.py"
     script.write_text(
@@ -244,14 +245,16 @@ def test_a_feed_of_its_own_ray_is_quiet_and_leaves_no_process_behind(tmp_path: P
     )
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     environment.pop("RAY_ADDRESS", None)
-    done = subprocess.run(
-        [sys.executable, script, "go"], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    children, left = done.stdout.splitlines()
-    assert len(json.loads(children)) >= 3
-    assert left == "0"
-    assert done.stderr == ""
+    if way == "ended":
+        done = subprocess.run(
+            [sys.executable, script, "go"], env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        children, left = done.stdout.splitlines()
+        assert len(json.loads(children)) >= 3
+        assert left == "0"
+        assert done.stderr == ""
+        return
     with subprocess.Popen([sys.executable, script, "stay"], env=environment, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         pids = json.loads(job.stdout.readline())

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from datasets import caffe_pb2, datum
 from gpu.normalise import Normalise
+from pipeline import ray_runtime
 from pipeline.feed import Feed
 from pipeline.native import Native
 from pipeline.run import run
@@ -20,6 +21,7 @@ from pipeline.spec import FeedSpec, TransformSpec
 from pipeline.transforms import TransformError
 from profiler import store
 from profiler.errors import UsageError
+from profiler.events import Stage
 from tests.gpu import nets
 from tests.pipeline.build import encoded, picture, raw, write_lmdb
 
@@ -108,21 +110,27 @@ def test_a_job_learns_the_same_bits(tmp_path: Path, engine: str, backend: str) -
     text += nets.layer("SoftmaxWithLoss", "loss", ["ip", "label"], ["loss"])
     (tmp_path / "net.prototxt").write_text(text)
     (tmp_path / "solver.prototxt").write_text('base_lr: 0.001 lr_policy: "fixed" max_iter: 12 momentum: 0.9')
-    results: list[Any] = []
-    for pixels in ("float32", "uint8"):
-        folder = tmp_path / pixels
-        flags = [
-            f"--net={tmp_path / 'net.prototxt'}", f"--solver={tmp_path / 'solver.prototxt'}", f"--run.folder={folder}",
-            f"--feed.engine={engine}", f"--device.backend={backend}", f"--feed.pixels={pixels}", "--feed.workers=1",
-            "--device.step_ms=1", "--run.log_level=error", "--profile.samplers_hz=0",
-        ]  # fmt: skip
-        assert run(load(None, flags)) == 0
-        found = store.load_run(folder)
-        prints = {(row["step"], row["name"]): row["ordered"] for row in found.fingerprints.to_pylist()}
-        assert all(prints[step, "fill"] == prints[step, "device"] for step in range(12))
-        copies = [row["bytes"] for row in found.events.to_pylist() if row["stage"] == 40]
-        results.append(((folder / "snapshots" / "iter_12.caffemodel").read_bytes(), prints[5, "params"]))
-        if backend == "emulated":
-            assert set(copies) == {8 * 3 * 24 * 24 * (4 if pixels == "float32" else 1) + 8 * 4}
-        assert json.loads((folder / "manifest.json").read_text())["outcome"]["state"] == "finished"
+    results = []
+    with ray_runtime.running() if engine == "ray" else contextlib.nullcontext():  # one for both jobs
+        for pixels in ("float32", "uint8"):
+            results.append(learned(tmp_path, engine, backend, pixels))
     assert results[0] == results[1]
+
+
+def learned(folder: Path, engine: str, backend: str, pixels: str) -> tuple[bytes, int]:
+    """Weights of a job and the hash of its parameters after step 5."""
+    run_folder = folder / pixels
+    flags = [
+        f"--net={folder / 'net.prototxt'}", f"--solver={folder / 'solver.prototxt'}", f"--run.folder={run_folder}",
+        f"--feed.engine={engine}", f"--device.backend={backend}", f"--feed.pixels={pixels}", "--feed.workers=1",
+        "--device.step_ms=1", "--run.log_level=error", "--profile.samplers_hz=0",
+    ]  # fmt: skip
+    assert run(load(None, flags)) == 0
+    found = store.load_run(run_folder)
+    prints = {(row["step"], row["name"]): row["ordered"] for row in found.fingerprints.to_pylist()}
+    assert all(prints[step, "fill"] == prints[step, "device"] for step in range(12))
+    if backend == "emulated":
+        copies = {row["bytes"] for row in found.events.to_pylist() if row["stage"] == Stage.COPY}
+        assert copies == {8 * 3 * 24 * 24 * (4 if pixels == "float32" else 1) + 8 * 4}
+    assert json.loads((run_folder / "manifest.json").read_text())["outcome"]["state"] == "finished"
+    return (run_folder / "snapshots" / "iter_12.caffemodel").read_bytes(), prints[5, "params"]
