@@ -44,7 +44,7 @@ test-long: $(READY)
 
 test-oracle: $(READY)
 	$(PY) -c 'import torch' 2>/dev/null || $(PIP) torch
-	$(PYTEST) -m oracle
+	$(PYTEST) -m "oracle and not long"
 
 # For a machine with an NVIDIA driver: the tests, then the acceptance, whose results lie in gpu_acceptance.json.
 GPU_EXTRA ?= gpu
