@@ -105,3 +105,18 @@ def test_lenet_to_the_end() -> None:
     golden = np.load(DATA / "nets" / "lenet_iter200_b8.npz")
     assert distance(solver, {name[2:]: golden[name] for name in golden.files if name.startswith("p:")}) < 5e-2
     assert lenet_test(solver)["accuracy"] == pytest.approx(0.938, abs=0.01)
+
+
+@pytest.mark.long
+def test_cifar10_quick_to_the_end() -> None:
+    # Rounding alone parts two correct runs by then: runs whose initial weights differ in the last digit ended between
+    # 0.935 and 0.967. Caffe's one run is a draw of such, so it is compared with the median of five.
+    accuracies = []
+    for seed in range(5):
+        solver, rng = cifar(), np.random.default_rng(seed)
+        for param in solver.net.learnable if seed else ():
+            param.blob.data *= 1 + 1e-7 * rng.standard_normal(param.blob.shape)
+        for step in range(300):
+            solver.step_on(crops(step))
+        accuracies.append(solver.test(0, (crops(step) for step in range(15)))["accuracy"])
+    assert np.median(accuracies) == pytest.approx(0.96875, abs=0.01)

@@ -1,8 +1,8 @@
 """Where training parts by rounding alone: cifar10_quick to the end, ours and PyTorch's, from many nearly equal starts.
 
 Caffe's one run ends with an accuracy of 0.96875. From the same weights PyTorch ends with 0.956, and any correct program
-with something between 0.93 and 0.97, as its rounding falls: runs that start 1e-7 apart spread that far. So one run says
-nothing to within 1 %; what can be compared is how the runs of two programs are distributed.
+with something between 0.93 and 0.97, as its rounding falls: runs that start 1e-7 apart spread that far. So beside
+the comparison with Caffe's run (test_parity) the runs of two programs are compared as distributions.
 """
 
 from __future__ import annotations
