@@ -1,15 +1,20 @@
-"""LevelDB's log format, in which its write-ahead logs and its manifests are written: parsed to know what is there.
+"""LevelDB's log format, in which its write-ahead logs and its manifests are written. See ``doc/log_format.md`` there.
 
-Only what a careful reader needs: which tables and logs are live, the key range of each table, and whether a log ends in
-the middle of a record.
+Here: the records of such a file with their checksums, which tables and logs a manifest says are live, and what a
+write-ahead log holds.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
+
+from datasets.crc32c import crc32c, masked
 from datasets.errors import DatasetCorrupt, NotADataset
 
 _BLOCK = 32768
@@ -18,23 +23,32 @@ _TAG = 8  # sequence number and type behind each key of a user
 _COMPARATOR = b"leveldb.BytewiseComparator"
 
 
+class Table(NamedTuple):
+    """What a manifest says of a table: its number, level, size in bytes, and its first and last key."""
+
+    number: int
+    level: int
+    nbytes: int
+    first: bytes
+    last: bytes
+
+
 @dataclass(slots=True)
 class TableList:
-    """What a MANIFEST says: the live tables, and which logs are still to be replayed.
+    """What a MANIFEST says: the live tables by number, and which logs are still to be replayed."""
 
-    Attributes
-    ----------
-    tables: number to size in bytes. ranges: number to first and last key.
-    """
-
-    tables: dict[int, int] = field(default_factory=dict)
-    ranges: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    tables: dict[int, Table] = field(default_factory=dict)
     log: int = 0
     previous_log: int = 0
+    said: set[int] = field(default_factory=set)
 
 
-def live_files(folder: Path, manifest: str, name: str) -> TableList:
-    """Read a MANIFEST file.
+_NEXT_FILE, _LAST_SEQUENCE, _LOG = 3, 4, 2
+_NEEDED = {_LOG: "log number", _NEXT_FILE: "next file number", _LAST_SEQUENCE: "last sequence number"}
+
+
+def live_files(content: bytes, manifest: str, name: str, strict: bool = True) -> TableList:
+    """Parse the content of a MANIFEST file. Unless ``strict``, checksums and missing fields are nothing to stop at.
 
     Raises
     ------
@@ -42,8 +56,11 @@ def live_files(folder: Path, manifest: str, name: str) -> TableList:
     """
     found = TableList()
     try:
-        for edit in _log_records((folder / manifest).read_bytes()):
-            _apply(edit, found, name)
+        for record in log_records(content, strict):
+            _apply(record.payload, found, name)
+        missing = [what for field_, what in _NEEDED.items() if field_ not in found.said]
+        if missing and strict:
+            raise ValueError(f"it has no {' and no '.join(missing)}")
     except (IndexError, ValueError) as error:
         raise DatasetCorrupt(
             f"{name}: {manifest} is damaged", found=str(error), hint="copy the data set again"
@@ -83,17 +100,82 @@ def cut_end(content: bytes) -> int | None:
     return end if unfinished or content[end:].strip(b"\0") else None
 
 
-def _log_records(content: bytes) -> list[bytes]:
-    """The records of a file in LevelDB's log format. A torn last record is left out, as LevelDB does."""
-    records: list[bytes] = []
-    parts: list[bytes] = []
-    for _, kind, payload in log_fragments(content):
-        if kind in (1, 2):
-            parts.clear()
-        parts.append(payload)
+def fragment_sound(content: bytes, start: int, size: int) -> bool:
+    """Whether the fragment at ``start``, with a payload of ``size`` bytes, has the checksum that was written."""
+    stored = int.from_bytes(content[start : start + 4], "little")
+    return masked(crc32c(np.frombuffer(content, np.uint8, size + 1, start + 6))) == stored
+
+
+class LogRecord(NamedTuple):
+    """A record of a file in LevelDB's log format, and the (start, size) of its parts in the file."""
+
+    payload: bytes
+    parts: list[tuple[int, int]]
+
+    def extents(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Where bytes start to end of the payload lie in the file: (start, size) of each part."""
+        ends = list(accumulate(size for _, size in self.parts))
+        found = []
+        for place in range(bisect_right(ends, start), len(ends)):
+            before = ends[place] - self.parts[place][1]
+            if before >= end:
+                break
+            low, high = max(start, before), min(end, ends[place])
+            if low < high:
+                found.append((self.parts[place][0] + low - before, high - low))
+        return found
+
+
+def log_records(content: bytes, verify: bool = True) -> Iterator[LogRecord]:
+    """The records of a file in LevelDB's log format. A torn last record is left out, as LevelDB does.
+
+    Raises ValueError for damage, and for wrong checksums unless they are not to be verified.
+    """
+    parts: list[tuple[int, int]] = []
+    for start, kind, payload in log_fragments(content):
+        if verify and not fragment_sound(content, start, len(payload)):
+            raise ValueError(f"checksum mismatch at byte {start}")
+        if (kind in (1, 2)) == bool(parts):
+            raise ValueError(f"a record without its {'end' if parts else 'beginning'} at byte {start}")
+        parts.append((start + _HEADER, len(payload)))
         if kind in (1, 4):
-            records.append(b"".join(parts))
-    return records
+            yield LogRecord(b"".join(content[start : start + size] for start, size in parts), parts)
+            parts = []
+
+
+class Write(NamedTuple):
+    """What a write-ahead log says of a key: the newest value's place in the log; None where it was deleted."""
+
+    sequence: int
+    extents: list[tuple[int, int]] | None
+
+
+def writes(content: bytes) -> Iterator[tuple[bytes, Write]]:
+    """What a write-ahead log holds, in the order of writing. Raises ValueError or IndexError for damage."""
+    for record in log_records(content):
+        batch = record.payload
+        if len(batch) < 12:
+            raise ValueError(f"a batch of {len(batch)} bytes")
+        sequence, count = int.from_bytes(batch[:8], "little"), int.from_bytes(batch[8:12], "little")
+        position, seen = 12, 0
+        while position < len(batch):
+            kind = batch[position]
+            size, position = varint(batch, position + 1)
+            key = batch[position : position + size]
+            position += size
+            extents = None
+            if kind == 1:
+                size, position = varint(batch, position)
+                extents = record.extents(position, position + size)
+                position += size
+            elif kind != 0:
+                raise ValueError(f"an unknown kind of write, {kind}")
+            if position > len(batch):
+                raise ValueError("a write runs beyond its batch")
+            yield key, Write(sequence + seen, extents)
+            seen += 1
+        if seen != count:
+            raise ValueError(f"a batch of {seen} writes that should have {count}")
 
 
 def varint(stored: bytes, position: int) -> tuple[int, int]:
@@ -127,6 +209,7 @@ def _apply(edit: bytes, state: TableList, name: str) -> None:
 
     while position < len(edit):
         tag = number()
+        state.said.add(tag)
         if tag == 1:
             comparator = text()
             if comparator != _COMPARATOR:
@@ -135,11 +218,11 @@ def _apply(edit: bytes, state: TableList, name: str) -> None:
                     expected=_COMPARATOR.decode(),
                     found=comparator.decode("utf-8", "replace"),
                 )
-        elif tag == 2:
+        elif tag == _LOG:
             state.log = number()
         elif tag == 9:
             state.previous_log = number()
-        elif tag in (3, 4):  # next file number, last sequence
+        elif tag in (_NEXT_FILE, _LAST_SEQUENCE):
             number()
         elif tag == 5:  # compaction pointer: level, key
             number()
@@ -148,10 +231,8 @@ def _apply(edit: bytes, state: TableList, name: str) -> None:
             number()
             state.tables.pop(number(), None)
         elif tag == 7:  # a table enters a level
-            number()
-            table = number()
-            state.tables[table] = number()
-            state.ranges[table] = (text()[:-_TAG], text()[:-_TAG])
+            level, table = number(), number()
+            state.tables[table] = Table(table, level, number(), text()[:-_TAG], text()[:-_TAG])
         else:
             raise NotADataset(
                 f"{name} is not a LevelDB: its manifest uses fields that LevelDB does not have",

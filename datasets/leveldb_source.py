@@ -1,7 +1,4 @@
-"""Records in a LevelDB, read through a private view: the data set's folder is neither locked nor changed.
-
-Every copy of a source opens a view of its own. A node should have one: its owner reads for everybody else.
-"""
+"""Records in a LevelDB, read without its library: the data set's folder is neither locked nor changed."""
 
 from __future__ import annotations
 
@@ -9,12 +6,13 @@ import os
 import warnings
 from collections.abc import Iterable
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from datasets import key_cache, key_index
-from datasets.checksum_cost import ChecksumCost
 from datasets.errors import (
+    CodecMissing,
     DatasetChanged,
     DatasetCorrupt,
     DatasetTruncated,
@@ -22,9 +20,9 @@ from datasets.errors import (
     SourceClosed,
     SourceError,
 )
-from datasets.leveldb_library import codec_missing, error_text, import_plyvel, open_files_limit, refuse_without_codec
-from datasets.leveldb_log import cut_end
-from datasets.leveldb_view import PrivateView
+from datasets.leveldb_reader import Place, Snapshot, Vanished
+from datasets.leveldb_table import Cut, Damaged
+from datasets.leveldb_view import warn_of_writer
 from datasets.source import Record, Source, show_key
 
 _SCAN_LIMIT = 1 << 18
@@ -34,22 +32,21 @@ _KEEP_FROM = 8 << 20
 _PACKED = 32
 """Keys in a compressed block of the index. Every key is kept where that takes no more than 16 bytes a record: stepping
 over neighbours, as in an LMDB, would decompress blocks of records that nobody wants."""
-_TABLES_AT_ONCE = 64
-
-_abandoned: list[Any] = []
-"""Handles inherited through fork. Closing one would wait for a thread that exists in the parent only."""
+_READ_ERRORS = (Cut, Damaged, Vanished)
 
 
 class LevelDbSource(Source):
-    """A LevelDB addressed by position in key order. Checksums are verified with every read.
+    """A LevelDB addressed by position in key order. Checksums are verified with every read of a table.
 
     Parameters
     ----------
     path: folder that holds ``CURRENT``.
 
-    What is read is the moment at which it was opened: a writer that comes later is warned of, and changes nothing here.
-    A table that is cut in place while it is mapped is noticed before every call, or over several calls where there are
-    more than 64 tables; a cut between that look and a read of its missing part kills the process (SIGBUS).
+    What is read is the moment at which it was opened: a writer that comes later is warned of, and changes nothing here
+    (of more than some hundred tables not all are held open: one that is compacted away then is
+    :class:`~datasets.errors.DatasetChanged`). Any number of processes may read at once. Nothing is mapped: a table
+    that is cut gives a short read, and so :class:`~datasets.errors.DatasetTruncated`, whatever the moment.
+    A copy in a forked process goes on reading with the same descriptors.
     """
 
     backend = "leveldb"
@@ -60,12 +57,8 @@ class LevelDbSource(Source):
         self._index: key_index.KeyIndex | None = None
         self._records = -1
         self._files: dict[str, int] | None = None
-        self._db: Any = None
-        self._view: PrivateView | None = None
-        self._pid = -1
+        self._snapshot: Snapshot | None = None
         self._seen: list[tuple[int, int, int] | None] = []
-        self._turn = 0
-        self._cost = ChecksumCost(self.name)
 
     def __len__(self) -> int:
         if self._records < 0:
@@ -73,20 +66,41 @@ class LevelDbSource(Source):
         return self._records
 
     def key(self, index: int) -> bytes:
-        self._live()
-        index = self._check_index(index)
-        assert self._index is not None
-        key, steps = self._index.anchor(index)
-        return self._step(key, steps, index)[0] if steps else key
+        snapshot = self._live()
+        return self._key(snapshot, self._check_index(index))
 
     def read(self, index: int) -> Record:
         return self.read_many([index])[0]
 
     def read_many(self, indices: Iterable[int]) -> list[Record]:
+        snapshot = self._live()
+        self._look_at_files()
+        wanted = [self._check_index(index) for index in indices]
+        records: dict[int, Record] = {}
+        for index in sorted(wanted):  # neighbours lie in one block, which is then opened once
+            if index not in records:
+                records[index] = Record(index, *self._at(snapshot, index), self.name)
+        return [records[index] for index in wanted]
+
+    def check(self) -> None:
+        """Warn, once, where a writer has been at work since this was opened."""
         self._live()
         self._look_at_files()
-        name = self.name
-        return [Record(index, *self._at(index), name) for index in map(self._check_index, indices)]
+
+    def locate(self, indices: np.ndarray) -> list[tuple[bytes, Place]] | None:
+        """Keys of records, and where the block of a table or the pieces of a log lie that hold them.
+
+        None where that is not known of each of them without reading: then :meth:`read_many` is the way.
+        """
+        snapshot = self._live()
+        found = []
+        for index in indices.tolist():
+            key, steps = self._anchor(index)
+            place = None if steps else snapshot.place(key)
+            if place is None:
+                return None
+            found.append((key, place))
+        return found
 
     def identity(self) -> dict[str, Any]:
         self._live()
@@ -100,11 +114,13 @@ class LevelDbSource(Source):
 
     def close(self) -> None:
         self._closed = True
-        self._release()
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            snapshot.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_db", None) is not None:
-            self._release()
+        if getattr(self, "_snapshot", None) is not None:
+            self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         # A list of keys stays behind: the copy finds it kept on disk, or makes it.
@@ -117,144 +133,111 @@ class LevelDbSource(Source):
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _release(self) -> None:
-        db, view, pid = self._db, self._view, self._pid
-        self._db = self._view = None
-        self._pid = -1
-        if db is None:
-            return
-        if pid != os.getpid():
-            _abandoned.append((db, view))
-            return
-        db.close()
-        if view is not None:
-            view.remove()
-
-    def _live(self) -> Any:
+    def _live(self) -> Snapshot:
         if self._closed:
             raise SourceClosed(f"{self.name} was closed", hint="open it again with datasets.open_source")
-        if self._pid != os.getpid():
-            self._release()
+        if self._snapshot is None:
             self._open()
-        return self._db
+            assert self._snapshot is not None
+        return self._snapshot
 
     def _open(self) -> None:
-        plyvel = import_plyvel(self.name)
-        view = PrivateView(self.path, self.name)
-        db = None
+        warn_of_writer(self.path, self.name)
         try:
-            if self._files is not None and view.files != self._files:
+            snapshot = Snapshot(self.path, self.name)
+        except _READ_ERRORS as error:
+            raise self._unreadable("cannot be opened", error) from error
+        try:
+            if self._files is not None and snapshot.files != self._files:
                 raise DatasetChanged(
                     f"{self.name} was written to while it was in use",
                     expected=f"the files {self._files}",
-                    found=str(view.files),
+                    found=str(snapshot.files),
                     hint="let the writer finish, then start again",
                 )
-            for log in (name for name in view.files if name.endswith(".log")):
-                self._refuse_cut(Path(view.path, log))
-            refuse_without_codec(self.name, [Path(view.path, table) for table in view.ranges])
-            db = plyvel.DB(view.path, create_if_missing=False, paranoid_checks=True, max_open_files=open_files_limit())
             if self._index is None:
-                self._index = self._make_index(db, view)
-        except BaseException as error:
-            failure = self._corrupt("cannot be opened", error, db, view) if isinstance(error, plyvel.Error) else None
-            if db is not None:
-                db.close()
-            view.remove()
-            if failure is not None:
-                raise failure from error
+                self._index = self._make_index(snapshot)
+        except BaseException:
+            snapshot.close()
             raise
-        self._files, self._records = view.files, self._index.records
-        self._db, self._view, self._pid = db, view, os.getpid()
-        self._seen = self._state()
+        self._files, self._records, self._snapshot = snapshot.files, self._index.records, snapshot
+        self._seen = self._state(snapshot)
 
-    def _refuse_cut(self, log: Path) -> None:
-        try:
-            end = cut_end(log.read_bytes())
-        except ValueError:
-            return  # LevelDB says so when it replays the log
-        if end is not None:
-            # LevelDB itself goes on without the rest, and without a word: half of the records can be gone.
-            raise DatasetTruncated(
-                f"{self.name}: the write-ahead log {log.name} was cut by a copy or a kill, records are missing",
-                expected="a log that ends with a whole record",
-                found=f"the end of the file inside the record that follows byte {end}",
-                hint="copy it again; python -m datasets.verify DB --salvage OUT keeps what is there",
-            )
-
-    def _make_index(self, db: Any, view: PrivateView) -> key_index.KeyIndex:
-        ends: list[bytes] = []
-        for reverse in (False, True):
-            with db.iterator(include_value=False, reverse=reverse, verify_checksums=True, fill_cache=False) as keys:
-                ends.append(next(keys, b""))
-        first, last = ends
-        if first.isdigit() and last.isdigit():
-            dense = key_index.dense_by_ends(first, last, int(last) - int(first) + 1)
-            if dense is not None and dense.records > _SCAN_LIMIT:
-                return dense
+    def _make_index(self, snapshot: Snapshot) -> key_index.KeyIndex:
+        dense = self._dense(snapshot)
+        if dense is not None and dense.records > _SCAN_LIMIT:
+            return dense
 
         def scan() -> key_index.KeyIndex:
-            with db.iterator(include_value=False, verify_checksums=True, fill_cache=False) as keys:
-                return key_index.build(keys, packed=_PACKED)
+            try:
+                return key_index.build(snapshot.keys(), packed=_PACKED)
+            except _READ_ERRORS as error:
+                last = snapshot.last_key
+                where = f" beyond the key {show_key(last)}" if last else " at its first key"
+                raise self._unreadable(f"cannot be opened{where}", error) from error
 
-        if sum(view.files.values()) < _KEEP_FROM:
+        if sum(snapshot.files.values()) < _KEEP_FROM:
             return scan()
         place = os.path.realpath(self.path)
         files = {
             name: [size, status.st_ino, status.st_mtime_ns]
-            for name, size in view.files.items()
+            for name, size in snapshot.files.items()
             if (status := os.stat(os.path.join(self.path, name)))
         }
         return key_cache.kept(f"leveldb {place}", {"path": place, "files": files}, scan)
 
-    def _at(self, index: int) -> tuple[bytes, bytes]:
-        """Key and value of a record that exists."""
-        import plyvel
+    @staticmethod
+    def _dense(snapshot: Snapshot) -> key_index.DenseKeys | None:
+        """The index that the first and the last key allow."""
+        try:
+            ends = snapshot.ends()
+        except _READ_ERRORS:
+            return None  # going through all keys tells where
+        if ends is None or not (ends[0].isdigit() and ends[1].isdigit()):
+            return None
+        return key_index.dense_by_ends(*ends, int(ends[1]) - int(ends[0]) + 1)
 
+    def _anchor(self, index: int) -> tuple[bytes, int]:
         assert self._index is not None
-        key, steps = self._index.anchor(index)
-        sampled = self._cost.due()
-        try:
-            if steps:
-                key, value = self._step(key, steps, index, fill_cache=not sampled)
-            else:
-                value = self._db.get(key, verify_checksums=True, fill_cache=not sampled)
-            if sampled:
-                self._cost.sample(self._db, key)
-        except plyvel.Error as error:
-            raise self._unreadable(index, key, error) from error
-        if value is None:
-            raise DatasetCorrupt(
-                f"{self.name}: key {show_key(key)} of record {index} is missing",
-                expected=f"{len(self)} records from key {show_key(self._index.anchor(0)[0])} on",
-                hint="records were lost when it was written or copied: convert or copy it again",
-            )
-        return key, value
+        return self._index.anchor(index)
 
-    def _step(self, key: bytes, steps: int, index: int, fill_cache: bool = True) -> tuple[bytes, bytes]:
-        """Key and value of the record ``steps`` behind ``key``."""
-        import plyvel
-
+    def _key(self, snapshot: Snapshot, index: int) -> bytes:
+        key, steps = self._anchor(index)
+        if not steps:
+            return key
         try:
-            with self._db.iterator(start=key, verify_checksums=True, fill_cache=fill_cache) as records:
-                found = next(islice(records, steps, None), None)
-        except plyvel.Error as error:
-            raise self._unreadable(index, key, error) from error
+            found = next(islice(snapshot.keys(key), steps, None), None)
+        except _READ_ERRORS as error:
+            raise self._unreadable(f"cannot be read at record {index} (after key {show_key(key)})", error) from error
         if found is None:
             raise DatasetCorrupt(f"{self.name} ends before record {index}", expected=f"{self._records} records")
         return found
 
+    def _at(self, snapshot: Snapshot, index: int) -> tuple[bytes, bytes]:
+        """Key and value of a record that exists."""
+        key = self._key(snapshot, index)
+        try:
+            value = snapshot.get(key)
+        except _READ_ERRORS as error:
+            raise self._unreadable(f"cannot be read at record {index} (key {show_key(key)})", error) from error
+        if value is None:
+            raise DatasetCorrupt(
+                f"{self.name}: key {show_key(key)} of record {index} is missing",
+                expected=f"{len(self)} records from key {show_key(self._anchor(0)[0])} on",
+                hint="records were lost when it was written or copied: convert or copy it again",
+            )
+        return key, value
+
     # What happens to the original meanwhile -----------------------------------------------------------------------
 
-    def _state(self) -> list[tuple[int, int, int] | None]:
+    def _state(self, snapshot: Snapshot) -> list[tuple[int, int, int] | None]:
         """What a writer changes: CURRENT when it opens, the logs with every record, the manifest with every table."""
-        assert self._view is not None
-        logs = [name for name in self._view.files if name.endswith(".log")]
-        return [_stat(os.path.join(self.path, name)) for name in ("CURRENT", self._view.manifest, *logs)]
+        names = ("CURRENT", snapshot.listing.manifest, *snapshot.listing.logs)
+        return [_stat(os.path.join(self.path, name)) for name in names]
 
     def _look_at_files(self) -> None:
-        assert self._view is not None
-        if self._seen and self._state() != self._seen:
+        assert self._snapshot is not None
+        if self._seen and self._state(self._snapshot) != self._seen:
             self._seen = []  # say it once
             warnings.warn(
                 f"{self.name} has been opened or written by another process since it was opened here: what is read is "
@@ -262,62 +245,33 @@ class LevelDbSource(Source):
                 DatasetWarning,
                 stacklevel=4,
             )
-        tables = list(self._view.ranges)
-        for table in islice(tables, self._turn, self._turn + _TABLES_AT_ONCE):
-            # In the view: the very files that are mapped. LevelDB removes some of them there when it compacts.
-            found = _stat(os.path.join(self._view.path, table))
-            if found is not None and found[1] < self._view.files[table]:
-                raise DatasetTruncated(
-                    f"{self.name}: the table {table} became shorter while it was being read",
-                    expected=f"{self._view.files[table]} bytes",
-                    found=f"{found[1]} bytes",
-                    hint="something copies over the files: read a finished copy",
-                )
-        self._turn = self._turn + _TABLES_AT_ONCE if self._turn + _TABLES_AT_ONCE < len(tables) else 0
 
-    # Errors -------------------------------------------------------------------------------------------------------
-
-    def _unreadable(self, index: int, key: bytes, error: Exception) -> SourceError:
-        return self._damage(
-            f"cannot be read at record {index} (key {show_key(key)})",
-            error,
-            self._view,
-            lambda low, high: low <= key <= high,
-        )
-
-    def _corrupt(self, what: str, error: Exception, db: Any, view: PrivateView) -> SourceError:
-        """The error for a database whose keys cannot be scanned: with the last of them that can be read."""
-        last = b""
-        if db is not None:
-            try:
-                with db.iterator(include_value=False, verify_checksums=True, fill_cache=False) as keys:
-                    for key in keys:
-                        last = key
-            except type(error):
-                what += f" beyond the key {show_key(last)}" if last else " at its first key"
-        return self._damage(what, error, view, lambda low, high: high >= last)
-
-    def _damage(self, what: str, error: Exception, view: PrivateView | None, holds: Any) -> SourceError:
-        """What to raise for an error of LevelDB. ``holds(first, last)`` tells which tables to look into."""
-        text = error_text(error)
-        if view is not None:
-            text = text.replace(view.path, self.path)
-        missing = codec_missing(self.name, text)
-        if missing is not None:
-            return missing
-        for table, _ in sorted((view.ranges if view is not None else {}).items(), key=lambda item: item[1]):
-            if not holds(*view.ranges[table]):  # type: ignore[union-attr]
-                continue
-            from datasets.leveldb_tables import bad_blocks  # compiles a kernel: only when there is damage
-
-            bad = bad_blocks(Path(self.path, table))
-            if bad:
-                text = f"{bad[0].reason} in {bad[0].place}"
-                break
+    def _unreadable(self, what: str, error: Exception) -> SourceError:
+        """What to raise for an error of the reader."""
+        if isinstance(error, Vanished):
+            return DatasetChanged(
+                f"{self.name} {what}: a writer has removed the table {error}",
+                hint="let the writer finish, then start again",
+            )
+        if isinstance(error, Cut):
+            return DatasetTruncated(
+                f"{self.name} {what}: {error.file} became shorter while it was being read",
+                found=f"{error.found} bytes",
+                hint="something copies over the files: read a finished copy",
+            )
+        assert isinstance(error, Damaged)
+        place = f"{error.file}, byte {error.start}"
+        if error.unknown_codec:
+            return CodecMissing(
+                f"{self.name} {what}: it is sound, but its blocks cannot be decompressed",
+                expected="blocks that are plain or compressed with Snappy or Zstandard",
+                found=f"{error.reason} in {place}, where the checksum is right",
+                hint="convert it to LMDB on a machine that can read it",
+            )
         return DatasetCorrupt(
             f"{self.name} {what}",
             expected="an intact LevelDB",
-            found=text,
+            found=f"{error.reason} in {place}",
             hint="copy it again from where it was made; "
             f"python -m datasets.verify {self.path} lists what is damaged and saves what is sound",
         )

@@ -1,4 +1,6 @@
-"""A private view of a LevelDB folder, so that reading one neither locks nor changes it.
+"""A private view of a LevelDB folder, so that LevelDB's own library neither locks nor changes it.
+
+For verify and salvage, where that library repairs what is damaged; reading needs none (:mod:`datasets.leveldb_reader`).
 
 LevelDB has no reading mode: opening takes a lock, replays the log into new tables, rotates files and deletes what the
 manifest does not name. The view is a temporary folder for all of that: small files are copied, and the tables the
@@ -13,7 +15,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -21,9 +22,8 @@ import warnings
 import weakref
 from pathlib import Path
 
-from datasets.errors import DatasetCorrupt, DatasetTruncated, DatasetWarning, SourceError
-from datasets.leveldb_log import live_files
-from datasets.sniff import restore
+from datasets.errors import DatasetWarning, SourceError
+from datasets.leveldb_files import listing
 from datasets.writers import lock_holders
 
 _PREFIX = "stallscope-leveldb-"
@@ -83,48 +83,17 @@ class PrivateView:
                 raise error
             problems.append(error)
 
-        manifest = (folder / "CURRENT").read_bytes().decode("ascii", "replace").strip()
-        if not re.fullmatch(r"MANIFEST-\d+", manifest):
-            raise DatasetCorrupt(
-                f"{name}: CURRENT names no manifest", expected="MANIFEST-<number>", found=repr(manifest)
-            )
-        if not (folder / manifest).exists():
-            raise DatasetCorrupt(
-                f"{name}: CURRENT names {manifest}, which is missing",
-                hint=f"an interrupted copy, most likely. {restore(folder)}",
-            )
-        self.manifest = manifest
-        (view / "CURRENT").write_text(manifest + "\n", encoding="ascii")
-        # Copied before it is read: a live writer may append to the original in between.
-        shutil.copyfile(folder / manifest, view / manifest)
-        state = live_files(view, manifest, name)
-        for number, size in sorted(state.tables.items()):
-            table = next((f for ending in (".ldb", ".sst") if (f := folder / f"{number:06d}{ending}").exists()), None)
-            if table is None:
-                complain(
-                    DatasetCorrupt(
-                        f"{name}: table {number:06d}.ldb, which its manifest names, is missing",
-                        hint="an interrupted copy, most likely: copy it again",
-                    )
-                )
-                continue
-            have = table.stat().st_size
-            if have != size:
-                complain(
-                    DatasetTruncated(
-                        f"{name}: the table {table.name} has not the size its manifest gives",
-                        expected=f"{size} bytes",
-                        found=f"{have} bytes",
-                        hint="an interrupted copy, most likely: copy it again",
-                    )
-                )
-            _link(table, view / table.name)
-            self.files[table.name] = have
-            self.ranges[table.name] = state.ranges[number]
-        for log in sorted(folder.glob("*.log")):
-            if log.stem.isdigit() and (int(log.stem) >= state.log or int(log.stem) == state.previous_log):
-                shutil.copyfile(log, view / log.name)
-                self.files[log.name] = (view / log.name).stat().st_size
+        found = listing(folder, name, complain)
+        self.manifest = found.manifest
+        (view / "CURRENT").write_text(found.manifest + "\n", encoding="ascii")
+        (view / found.manifest).write_bytes(found.content)  # the original may have grown since: a live writer's
+        for table, said in found.tables.items():
+            _link(folder / table, view / table)
+            self.files[table] = (view / table).stat().st_size
+            self.ranges[table] = (said.first, said.last)
+        for log in found.logs:
+            shutil.copyfile(folder / log, view / log)
+            self.files[log] = (view / log).stat().st_size
 
 
 def _link(table: Path, place: Path) -> None:
