@@ -35,6 +35,7 @@ _BLOCK_KEPT_MOST = 1 << 20
 class Place(NamedTuple):
     """Where a value lies: pieces of a log, (start, size) each, or the block of a table that holds the key."""
 
+    file: str
     fd: int
     block: Handle | None
     extents: list[tuple[int, int]]
@@ -107,14 +108,19 @@ class Snapshot:
         hold the key no more than any other."""
         if key in self._written:
             fd, write = self._written[key]
-            return None if write.extents is None else Place(fd, None, write.extents)
+            return None if write.extents is None else Place("", fd, None, write.extents)
         candidates = self._candidates(key)
         file = next(candidates, None)
         if file is None or next(candidates, None) is not None:
             return None
         table = self._table(file)
         block = table.place(key)
-        return None if block is None else Place(table.fd, block, [])
+        return None if block is None else Place(file, table.fd, block, [])
+
+    @property
+    def held(self) -> int:
+        """How many tables may be open at once: the last that :meth:`place` named are."""
+        return self._most
 
     def keys(self, start: bytes = b"") -> Iterator[bytes]:
         """All keys from ``start`` on, in order. Reads every block on the way."""

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from datasets.errors import (
     SourceClosed,
     SourceError,
 )
-from datasets.leveldb_reader import Place, Snapshot, Vanished
+from datasets.leveldb_reader import Snapshot, Vanished
 from datasets.leveldb_table import Cut, Damaged
 from datasets.leveldb_view import warn_of_writer
 from datasets.source import Record, Source, show_key
@@ -33,6 +33,24 @@ _PACKED = 32
 """Keys in a compressed block of the index. Every key is kept where that takes no more than 16 bytes a record: stepping
 over neighbours, as in an LMDB, would decompress blocks of records that nobody wants."""
 _READ_ERRORS = (Cut, Damaged, Vanished)
+
+
+class Pieces(NamedTuple):
+    """See :func:`pipeline.native_kernels.make_from_tables`: int64, the last one bool."""
+
+    order: np.ndarray
+    pieces: np.ndarray
+    fds: np.ndarray
+    starts: np.ndarray
+    sizes: np.ndarray
+    blocks: np.ndarray
+
+
+class Located(NamedTuple):
+    """Keys of records, and where what holds them lies."""
+
+    keys: list[bytes]
+    arrays: Pieces
 
 
 class LevelDbSource(Source):
@@ -87,20 +105,43 @@ class LevelDbSource(Source):
         self._live()
         self._look_at_files()
 
-    def locate(self, indices: np.ndarray) -> list[tuple[bytes, Place]] | None:
-        """Keys of records, and where the block of a table or the pieces of a log lie that hold them.
+    def locate(self, indices: np.ndarray) -> Located | None:
+        """Where the blocks of tables, or the pieces of a log, lie that hold records, int64[B].
 
         None where that is not known of each of them without reading: then :meth:`read_many` is the way.
         """
         snapshot = self._live()
-        found = []
-        for index in indices.tolist():
-            key, steps = self._anchor(index)
-            place = None if steps else snapshot.place(key)
-            if place is None:
-                return None
-            found.append((key, place))
-        return found
+        keys: list[bytes] = []
+        blocks: list[bool] = []
+        files: set[str] = set()
+        pieces, fds, starts, sizes = [0], [], [], []
+        try:
+            for index in indices.tolist():
+                key, steps = self._anchor(index)
+                place = None if steps else snapshot.place(key)
+                if place is None:
+                    return None
+                keys.append(key)
+                blocks.append(place.block is not None)
+                files.add(place.file)
+                for start, size in place.extents if place.block is None else [place.block]:
+                    fds.append(place.fd)
+                    starts.append(start)
+                    sizes.append(size)
+                pieces.append(len(fds))
+        except _READ_ERRORS:
+            return None
+        if len(files) > snapshot.held:
+            return None  # some of them have been closed again to make room for others
+        firsts = pieces[:-1]
+        order = sorted(range(len(keys)), key=lambda i: (fds[firsts[i]], starts[firsts[i]]))
+        parts = [np.array(part, np.int64) for part in (order, pieces, fds, starts, sizes)]
+        return Located(keys, Pieces(*parts, np.array(blocks, np.bool_)))
+
+    def tell_cost(self, records: int, reading_ns: int, verifying_ns: int) -> None:
+        """Count what reading so many records took, verifying included, for the report."""
+        if self._snapshot is not None and verifying_ns:
+            self._snapshot.cost.sample((reading_ns - verifying_ns) // records, reading_ns // records)
 
     def identity(self) -> dict[str, Any]:
         self._live()

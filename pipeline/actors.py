@@ -1,4 +1,4 @@
-"""Workers and the owner of a LevelDB as Ray actors. Ray is imported at first use, and batches never go through it."""
+"""Workers, and the reader of a split topology, as Ray actors. Ray loads at first use, and never carries a batch."""
 
 from __future__ import annotations
 
@@ -50,21 +50,29 @@ class WorkerActor:
 
 
 class OwnerActor:
-    """The one process of a node that has a LevelDB open; serves blocks of records by position.
+    """The one process of a node that reads for all workers (``topology: split``); serves records by position.
 
-    It keeps no position: a request asked twice gives the same answer, so Ray may restart it and ask again.
+    It keeps no position: a request asked twice gives the same answer, so Ray may restart it and ask again. What is
+    wrong with the data set when it is opened, again perhaps, is told to whoever asks: an error of the making of an
+    actor reaches them as text only.
     """
 
     def __init__(self, spec: FeedSpec) -> None:
         self._closing = contextlib.ExitStack()
         self._recorder = self._closing.enter_context(recording(spec, OWNER_ROW, "owner"))
-        self._source = self._closing.enter_context(contextlib.closing(open_data(spec)))
+        self._failure: StallscopeError | None = None
+        try:
+            self._source = self._closing.enter_context(contextlib.closing(open_data(spec)))
+        except StallscopeError as error:
+            self._failure = error
 
     def pid(self) -> int:
         return os.getpid()
 
     def read_many(self, indices: NDArray[np.int64], tags: dict[str, int]) -> Block:
         """The records of these positions, in this order."""
+        if self._failure is not None:
+            raise self._failure
         before = osread.thread_account()
         t0 = time.monotonic_ns()
         records = self._source.read_many(indices)

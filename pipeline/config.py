@@ -121,7 +121,9 @@ class FeedConfig(_Model):
     engine: Literal["ray", "inline"] = _choice("ray", "ray or inline")
     workers: int | Literal["auto"] = Field(default="auto", ge=1, le=256, description="auto or an integer from 1 to 256")
     depth: int = _integer(8, 1, 1024, "batches in the ring")
-    topology: Literal["fused", "split"] = _choice("fused", "fused or split")
+    topology: Literal["fused", "split"] = _choice(
+        "fused", "fused (each worker reads for itself) or split (one process reads for all of them)"
+    )
     max_restarts: int = _integer(3, 0, 1000, "how many lost workers are replaced")
     stall_timeout_s: float = _number(60.0, 0.1, 86_400, "seconds without any progress before the job gives up")
     pixels: Literal["float32", "uint8"] = _choice(
@@ -234,7 +236,6 @@ _NOW: dict[str, tuple[Any, ...]] = {
     "data.transform.decode": ("full",),
     "data.train.transform.decode": ("full",),
     "data.test.transform.decode": ("full",),
-    "feed.topology": ("fused",),
     "profile.fingerprints": ("off", "step"),
     "chaos": ((),),
 }

@@ -171,7 +171,7 @@ class RayEngine(CrewEngine):
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(ray_runtime.running())
-            plan = placement.plan(spec, actors.node_cpus(), owner=probed.backend == "leveldb")
+            plan = placement.plan(spec, actors.node_cpus(), owner=spec.topology == "split")
             super().__init__(
                 spec, probed, recorder, lambda address: actors.RayLauncher(spec, probed, address, plan), plan.workers
             )

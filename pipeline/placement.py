@@ -14,7 +14,7 @@ OWNER_CPUS = 0.1
 
 @dataclass(frozen=True)
 class Plan:
-    """Workers and reserved CPUs of one feed. ``owner`` is the process that has a LevelDB open."""
+    """Workers and reserved CPUs of one feed. ``owner`` is the process that reads for all (``topology: split``)."""
 
     workers: int
     worker_cpus: float
@@ -41,7 +41,7 @@ def plan(spec: FeedSpec, node_cpus: float, *, owner: bool) -> Plan:
     if result.cpus > node_cpus + 1e-9:
         terms = [f"{workers} workers x {spec.worker_cpus:g}"]
         if owner:
-            terms.append(f"LevelDB owner {OWNER_CPUS:g}")
+            terms.append(f"reader {OWNER_CPUS:g}")
         terms.append(f"trainer {TRAINER_CPUS:g}")
         fits = int((node_cpus - TRAINER_CPUS - (OWNER_CPUS if owner else 0)) / spec.worker_cpus + 1e-9)
         raise FeedError(

@@ -63,6 +63,7 @@ class FeedSpec:
     origin: the step whose batch is the first of the stream; before it nothing was read (a state of Caffe's).
     start_step, stop_step: first step, and first step that is not made (None: endless).
     workers: processes that make batches; ``"auto"``: one less than there are CPUs, at least one.
+    topology: ``"fused"``: each worker reads for itself; ``"split"``: one process of the node reads for all of them.
     worker_cpus: CPUs reserved with Ray for each worker.
     max_restarts: how many lost workers are replaced before the feed gives up.
     stall_timeout_s: a worker that shows no sign of life for so long is killed and replaced.
@@ -97,6 +98,7 @@ class FeedSpec:
     engine: Literal["ray", "inline"] = "inline"
     workers: int | Literal["auto"] = "auto"
     depth: int = 8
+    topology: Literal["fused", "split"] = "fused"
     start_step: int = 0
     stop_step: int | None = None
     max_restarts: int = 3
@@ -136,6 +138,11 @@ class FeedSpec:
                 "feed.pixels: uint8 cannot go with on_bad_record: zero",
                 expected="on_bad_record: stop or skip, or feed.pixels: float32",
                 hint="a sample of zeros is one after mean and scale, which a slot of pixels comes before",
+            )
+        if self.topology == "split" and self.engine == "inline":
+            raise UsageError(
+                "feed.topology: split has nothing to split with feed.engine: inline",
+                expected="feed.engine: ray, or feed.topology: fused",
             )
         if self.workers != "auto" and not 1 <= self.workers <= 256:
             raise UsageError("feed.workers is out of range", expected="auto or 1 to 256", found=self.workers)
@@ -215,6 +222,7 @@ def feed_spec(
         engine=feed.engine,
         workers=1 if test else feed.workers,
         depth=min(4, max(2, feed.depth)) if test else feed.depth,
+        topology="fused" if test else feed.topology,
         start_step=start_step,
         stop_step=stop_step,
         max_restarts=feed.max_restarts,

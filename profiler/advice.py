@@ -46,7 +46,7 @@ _TRAINER = ("h2d", "sync", "alloc", "host", "checkpoint")
 _PROFILER_TEXT = "the profiler's own work in the loop: fingerprints and record numbers"
 _MAX_RECORDS = 100  # listed of one step
 WORKER_CPUS, TRAINER_CPUS, TEST_CPUS, OWNER_CPUS = 0.75, 0.25, 0.1, 0.1
-"""CPUs that a feed's processes reserve: each worker, the trainer, the worker of the test, the owner of a LevelDB."""
+"""CPUs that processes reserve: each worker, the trainer, the worker of the test, the reader of a split topology."""
 
 
 class Key(NamedTuple):
@@ -60,7 +60,7 @@ class Key(NamedTuple):
 @dataclass(frozen=True)
 class Setting:
     """What advice has to fit. ``loop``: a foreign loop, which has no configuration; ``cores`` of the host (None: not
-    known); ``owner``: a process has the database open for the workers; ``fingerprints``: they were recorded;
+    known); ``owner``: a process reads for the workers; ``fingerprints``: they were recorded;
     ``recording_s``: what recording cost the trainer in all (None: not known);
     ``records``: gives the record numbers of steps, where the run folder has them."""
 

@@ -191,7 +191,7 @@ def _checksums(run: Run) -> list[Finding]:
         cost = max(0, verified - plain)
         text = (
             f"Verifying the checksums of {data_set} takes {100 * cost / max(verified, 1):.0f} % of the CPU time of "
-            f"looking a record up ({cost / 1e6:.3f} of {verified / 1e6:.3f} ms, by {samples} records)."
+            f"looking a record up ({cost / 1e6:.3f} of {verified / 1e6:.3f} ms, by {samples} blocks)."
         )
         found.append(Finding(_CHECKED, "info", text))
     return found

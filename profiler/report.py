@@ -102,11 +102,11 @@ def _write(analysis: Analysis, files: dict[str, Path]) -> dict[str, str]:
 
 def _setting(run: store.Run, timeline: Timeline) -> advice.Setting:
     """What advice for this run has to fit."""
-    data = (run.manifest.get("data") or {}).values()
+    feed = (run.manifest.get("config") or {}).get("feed") or {}
     return advice.Setting(
         loop=(run.manifest.get("job") or {}).get("type") == "loop",
         cores=_number(run.manifest.get("environment") or {}, "cpu", "usable"),
-        owner=any(isinstance(source, dict) and source.get("backend") == "leveldb" for source in data),
+        owner=feed.get("topology") == "split",
         fingerprints=bool(run.fingerprints.num_rows),
         recording_s=findings.overhead(run, timeline)["seconds"],
         records=lambda steps: _record_numbers(Path(run.folder), steps),

@@ -152,7 +152,7 @@ def test_a_damaged_byte_anywhere_is_told_or_harmless(small, tmp_path, which, whe
         content[place % len(content)] ^= flip
     if cut:
         del content[start:]
-        # A log that ends with a whole record looks like one that has always ended there; a manifest beside it would tell.
+        # A log that ends with a whole record looks as if it had always ended there; a manifest beside it would tell.
         assume(file.suffix == ".ldb" or leveldb_log.cut_end(bytes(content)) is not None)
     file.write_bytes(content)
     told = ""

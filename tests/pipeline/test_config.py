@@ -162,7 +162,6 @@ def test_errors_name_the_key_and_what_is_allowed(document: dict[str, Any], fragm
         ("data.order.emit", "arrival"),
         ("data.transform.decode", "region"),
         ("data.test.transform.decode", "region"),
-        ("feed.topology", "split"),
         ("profile.fingerprints", "layer"),
         ("chaos", [{"kill": 1}]),
     ],

@@ -6,18 +6,20 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lmdb
 import numpy as np
+import plyvel
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datasets import caffe_pb2, datum
-from datasets.errors import DatasetChanged, DatasetTruncated
+from datasets.errors import DatasetChanged, DatasetCorrupt, DatasetTruncated
 from pipeline.maker import BatchMaker, LocalReader, probe
 from pipeline.native import Native
 from pipeline.spec import FeedSpec, TransformSpec
@@ -26,7 +28,7 @@ from profiler import store
 from profiler.errors import StallscopeError
 from profiler.events import Kind, Stage
 from profiler.recorder import NULL, Recorder
-from tests.pipeline.build import encoded, picture, raw, write_lmdb
+from tests.pipeline.build import encoded, picture, raw, write_leveldb, write_lmdb
 
 SPEC = FeedSpec(
     "tests/data/db/crops96_raw_40x48_lmdb", 7, seed=5, shuffle="full", fingerprints="step",
@@ -78,6 +80,8 @@ def both(spec: FeedSpec, steps: int, monkeypatch: pytest.MonkeyPatch | None = No
         {"transform": TransformSpec(scale=3.0)},
         {"transform": TransformSpec(mirror=True, mean_value=(100.0,))},
         {"transform": TransformSpec(crop=40, mirror=True)},
+        {"source": "tests/data/db/crops96_raw_40x48_leveldb"},
+        {"source": "tests/data/db/crops96_raw_40x48_leveldb", "fingerprints": "off", "batch": 200},
     ],
     ids=lambda change: ",".join(change) or "as it is",
 )
@@ -143,14 +147,14 @@ def _records(draw: Any) -> bytes:
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(_records(), min_size=1, max_size=9), st.sampled_from(["stop", "skip", "zero"]),
-    st.sampled_from([0, 3]), st.booleans(),
+    st.sampled_from([0, 3]), st.booleans(), st.sampled_from([write_lmdb, write_leveldb]),
 )  # fmt: skip
 def test_any_record_gives_the_same_batch_or_the_same_error(
-    values: list[bytes], policy: Any, crop: int, mirror: bool
+    values: list[bytes], policy: Any, crop: int, mirror: bool, write: Callable[..., str]
 ) -> None:
     sound = raw(np.arange(40, dtype=np.uint8).reshape(2, 4, 5), 1)
     with tempfile.TemporaryDirectory() as folder:
-        path = write_lmdb(Path(folder) / "db", [sound, sound, *values])
+        path = write(Path(folder) / "db", [sound, sound, *values])
         spec = FeedSpec(
             path, 3, seed=1, shuffle="full", on_bad_record=policy, bad_record_cap=1.0, fingerprints="step",
             transform=TransformSpec(crop=crop, mirror=mirror),
@@ -216,10 +220,61 @@ def test_a_commit_and_a_cut_are_told_as_ever(tmp_path: Path) -> None:
                 maker.make(1, slot)
 
 
-def test_one_call_is_recorded_as_the_stages_it_did(tmp_path: Path) -> None:
-    with Recorder.open(tmp_path, "trainer", "trainer") as recorder, open_data(SPEC) as source:
-        probed = probe(SPEC, source)
-        maker = BatchMaker(SPEC, probed, LocalReader(source), recorder)
+@pytest.mark.parametrize("keys", ["%08d", "%03d-x"], ids=["numbers", "names"])
+@pytest.mark.parametrize("block_size", [500, 65536])
+@pytest.mark.parametrize("compression", ["snappy", None])
+def test_tables_and_logs_of_a_leveldb(tmp_path: Path, compression: str | None, block_size: int, keys: str) -> None:
+    """Blocks of one record and of many, records that span the log's own blocks, and both in one batch."""
+    path = str(tmp_path / "db")
+    options = {"compression": compression, "block_size": block_size, "write_buffer_size": 1 << 17}
+    with plyvel.DB(path, create_if_missing=True, **options) as db:
+        for i in range(20):
+            db.put((keys % i).encode(), raw(picture(i, (3, 12, 12)), i))
+        for i in range(20, 32):
+            image = np.random.default_rng(i).integers(0, 256, (3, 90, 120)).astype(np.uint8)
+            db.put((keys % i).encode(), raw(image, i))
+    spec = FeedSpec(path, 9, seed=2, shuffle="full", fingerprints="step", transform=TransformSpec(crop=10, mirror=True))
+    with open_data(spec) as source:
+        located = source.locate(np.arange(32))  # type: ignore[attr-defined]
+    assert located is not None
+    assert set(located.arrays.blocks.tolist()) == {True, False}
+    assert located.arrays.pieces[-1] > 33, "a record in several pieces of the log"
+    pairs, taken = both(spec, 12)
+    assert all(taken)
+    assert all(short == general for short, general in pairs)
+
+
+@pytest.mark.parametrize("how", ["cut", "flip"])
+def test_damage_to_a_leveldb_is_told_as_ever(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "db"
+    with plyvel.DB(str(path), create_if_missing=True, compression=None) as db:
+        for i in range(40):
+            db.put(b"%08d" % i, raw(picture(i, (1, 30, 30)), i))
+        db.compact_range()
+    spec = FeedSpec(str(path), 10, transform=TransformSpec(crop=20))
+    with open_data(spec) as source:
+        probed = probe(spec, source)
+        maker = BatchMaker(spec, probed, LocalReader(source))
+        slot = probed.layout.views(np.zeros(probed.layout.nbytes, np.uint8))
+        maker.make(0, slot)
+        (table,) = path.glob("*.ldb")
+        if how == "cut":
+            os.truncate(table, 14_000)
+        else:
+            content = bytearray(table.read_bytes())
+            content[15_000] ^= 1
+            table.write_bytes(content)
+        wanted, text = (DatasetTruncated, "became shorter") if how == "cut" else (DatasetCorrupt, "checksum mismatch")
+        with pytest.raises(wanted, match=text):
+            maker.make(1, slot)
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+def test_one_call_is_recorded_as_the_stages_it_did(tmp_path: Path, backend: str) -> None:
+    spec = replace(SPEC, source=f"tests/data/db/crops96_raw_40x48_{backend}")
+    with Recorder.open(tmp_path, "trainer", "trainer") as recorder, open_data(spec) as source:
+        probed = probe(spec, source)
+        maker = BatchMaker(spec, probed, LocalReader(source), recorder)
         slot = probed.layout.views(np.zeros(probed.layout.nbytes, np.uint8))
         maker.warm_up()
         for step in range(20):

@@ -36,7 +36,7 @@ def test_what_does_not_fit_fails_with_the_sum_and_what_would() -> None:
     with pytest.raises(FeedError, match="more CPUs than this node has") as caught:
         plan(replace(SPEC, workers=3), 2, owner=True)
     text = str(caught.value)
-    assert "3 workers x 0.75 + LevelDB owner 0.1 + trainer 0.25 = 2.6 CPUs" in text
+    assert "3 workers x 0.75 + reader 0.1 + trainer 0.25 = 2.6 CPUs" in text
     assert "found:    2 CPUs" in text
     assert "at most 2" in text
 
