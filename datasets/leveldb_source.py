@@ -136,7 +136,7 @@ class LevelDbSource(Source):
         firsts = pieces[:-1]
         order = sorted(range(len(keys)), key=lambda i: (fds[firsts[i]], starts[firsts[i]]))
         parts = [np.array(part, np.int64) for part in (order, pieces, fds, starts, sizes)]
-        return Located(keys, Pieces(*parts, np.array(blocks, np.bool_)))
+        return Located(keys, Pieces(*parts, np.array(blocks, np.bool_)))  # type: ignore[call-arg]
 
     def tell_cost(self, records: int, reading_ns: int, verifying_ns: int) -> None:
         """Count what reading so many records took, verifying included, for the report."""

@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from pipeline import philox
 from profiler import hashing
-from profiler.jit import njit
+from profiler.jit import CFunction, njit
 
 _M0, _M1 = (np.uint64(number) for number in philox.MULTIPLIERS)
 _W0, _W1 = (np.uint64(number) for number in philox.WEYL)
@@ -22,6 +22,9 @@ _POSITION, _HASH_1, _HASH_2, _LENGTH = (
 )
 _S29, _THREE = np.uint64(29), np.uint64(3)
 _LOW, _HALF, _ONE = np.uint64(0xFFFF_FFFF), np.uint64(32), np.uint64(1)
+
+memcpy = CFunction("memcpy", "uintp", "uintp", "uintp", "uintp")
+_swapped = CFunction("llvm.bswap.i64", "uint64", "uint64")  # an instruction, once LLVM has compiled it
 
 
 @intrinsic
@@ -104,44 +107,66 @@ def philox_blocks(seed, phase, stream, epochs, records, words):
 
 
 @njit
-def put(image, top, left, flip, mean, scale, row, out):
-    """Crop, mirror, subtract the mean and scale one image uint8[C, H, W] into out, [C, h, w].
+def turned(source, target, count):
+    """Copy bytes from one address to another, the last one first: eight at a time."""
+    whole = count >> 3
+    words = carray(_words(np.uint64(source + count - 8 * whole)), (whole,), np.uint64)  # type: ignore[call-arg]
+    out = carray(_words(np.uint64(target)), (whole,), np.uint64)  # type: ignore[call-arg]
+    for k in range(whole):
+        out[k] = _swapped(words[whole - 1 - k])
+    rest = count - 8 * whole
+    first = carray(_pixels(np.uint64(source)), (rest,), np.uint8)  # type: ignore[call-arg]
+    last = carray(_pixels(np.uint64(target + 8 * whole)), (rest,), np.uint8)  # type: ignore[call-arg]
+    for k in range(rest):
+        last[k] = first[rest - 1 - k]
+
+
+@njit
+def put(image, top, left, flip, mean, scale, lines, out):
+    """Crop, mirror, subtract the mean and scale one image uint8[C, H, W] into out, [C, h, w]; both contiguous.
 
     mean: float32; one without elements: the pixels stay as they are, and out is uint8.
-    row: [w] of the type of out, for a line that is to be turned round: writing from its end on is not vectorised, and
-    copying is.
+    lines: uint8, room for some lines of w pixels (:func:`room_for`). Lines are short, and a loop over a short one is
+    not vectorised: so they are put together as bytes, and converted together.
     """
     channels, rows, columns = out.shape
-    whole, as_is = mean.shape[1] * mean.shape[2] > 1, mean.size == 0
+    as_is, by_place = mean.size == 0, mean.shape[1] * mean.shape[2] > 1
+    together = rows if as_is else len(lines) // columns
+    source = image.ctypes.data + top * image.shape[2] + left
     for c in range(channels):
-        constant = np.float32(0) if as_is else mean[c, 0, 0]
-        for y in range(rows):
-            source = image[c, top + y, left : left + columns]
-            target = out[c, y]
-            if as_is and flip:
-                for x in range(columns):
-                    row[x] = source[x]
-            elif as_is:
-                for x in range(columns):
-                    target[x] = source[x]
-            elif whole:
-                means = mean[c, top + y, left : left + columns]
-                if flip:
-                    for x in range(columns):
-                        row[x] = (np.float32(source[x]) - means[x]) * scale
+        target = out[c].reshape(-1)
+        for first in range(0, rows, together):
+            count = min(together, rows - first)
+            goal = out.ctypes.data + (c * rows + first) * columns if as_is else lines.ctypes.data
+            for y in range(first, first + count):
+                begin = source + (c * image.shape[1] + y) * image.shape[2]
+                if flip and not by_place:
+                    turned(begin, goal, columns)
                 else:
-                    for x in range(columns):
-                        target[x] = (np.float32(source[x]) - means[x]) * scale
-            elif flip:
+                    memcpy(goal, begin, columns)
+                goal += columns
+            if as_is:
+                continue
+            part = target[first * columns : (first + count) * columns]
+            if not by_place:
+                constant = mean[c, 0, 0]
+                for k in range(len(part)):
+                    part[k] = (np.float32(lines[k]) - constant) * scale
+                continue
+            for y in range(count):
+                means = mean[c, top + first + y, left : left + columns]
+                pixels, line = lines[y * columns : (y + 1) * columns], part[y * columns : (y + 1) * columns]
                 for x in range(columns):
-                    row[x] = (np.float32(source[x]) - constant) * scale
-            else:
-                for x in range(columns):
-                    target[x] = (np.float32(source[x]) - constant) * scale
-            if flip:
-                turned = row[::-1]
-                for x in range(columns):
-                    target[x] = turned[x]
+                    line[x] = (np.float32(pixels[x]) - means[x]) * scale
+                if flip:
+                    for x in range(columns // 2):
+                        line[x], line[columns - 1 - x] = line[columns - 1 - x], line[x]
+
+
+@njit
+def room_for(columns):
+    """Room for :func:`put`: lines that fit into the nearest cache, one at least."""
+    return np.empty(max(4096 // columns, 1) * columns, np.uint8)
 
 
 @njit
@@ -151,8 +176,8 @@ def fill(addresses, heights, widths, h_off, w_off, mirror, mean, scale, out):
     addresses uint64[B], heights, widths, h_off, w_off int64[B] and mirror bool[B] describe uint8[C, H, W] images;
     mean is float32[C, 1, 1] or float32[C, H, W]; scale float32; out float32 or uint8 [B, C, h, w].
     """
-    row = np.empty(out.shape[3], out.dtype)
+    lines = room_for(out.shape[3])
     for i in range(len(addresses)):
         shape = (out.shape[1], heights[i], widths[i])
         image = carray(_pixels(addresses[i]), shape, np.uint8)  # type: ignore[call-arg]
-        put(image, h_off[i], w_off[i], mirror[i], mean, scale, row, out[i])
+        put(image, h_off[i], w_off[i], mirror[i], mean, scale, lines, out[i])

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from datasets.leveldb_kernels import congruent, memcpy, read, seek, size_of, sound, unsnap, varint
-from pipeline.kernels import hash_of, put
+from datasets.leveldb_kernels import congruent, read, seek, size_of, sound, unsnap, varint
+from pipeline.kernels import hash_of, memcpy, put, room_for
 from profiler.jit import CFunction, njit
 
 _INT32 = np.uint64(0xFFFF_FFFF)
@@ -69,7 +69,7 @@ def _parse(record, end, found):
 
 
 @njit
-def _take(i, record, spare, shape, words, mirror, random, mean, scale, row, out, labels, hashes, times, pair, before):
+def _take(i, record, spare, shape, words, mirror, random, mean, scale, lines, out, labels, hashes, times, pair, before):
     """Parse, hash and write record i, given as its bytes; returns the time, or -1 where it is none of these."""
     found = np.empty(6, np.int64)
     if not _parse(record, len(record), found):
@@ -94,7 +94,7 @@ def _take(i, record, spare, shape, words, mirror, random, mean, scale, row, out,
         left = np.int64(words[i, 2] % np.uint64(width - columns + 1))
     flip = mirror and words[i, 0] & np.uint64(1) == np.uint64(1)
     image = record[found[4] : found[4] + found[5]].reshape((channels, height, width))
-    put(image, top, left, flip, mean, scale, row, out[i])
+    put(image, top, left, flip, mean, scale, lines, out[i])
     labels[i] = found[3]
     done = _now(pair)
     times[2] += done - now
@@ -117,7 +117,7 @@ def make(fd, offsets, lengths, scratch, shape, words, mirror, random, mean, scal
     times: int64[4], nanoseconds of reading, of parsing and hashing, of filling, and how much of the first verifying is.
     """
     pair = np.empty(2, np.int64)
-    row = np.empty(out.shape[3], out.dtype)
+    lines = room_for(out.shape[3])
     before = _now(pair)
     for i in range(len(offsets)):
         size, at = lengths[i], congruent(offsets[i])
@@ -126,7 +126,7 @@ def make(fd, offsets, lengths, scratch, shape, words, mirror, random, mean, scal
         now = _now(pair)
         times[0] += now - before
         before = _take(
-            i, scratch[at : at + size], scratch, shape, words, mirror, random, mean, scale, row, out, labels, hashes,
+            i, scratch[at : at + size], scratch, shape, words, mirror, random, mean, scale, lines, out, labels, hashes,
             times, pair, now,
         )  # fmt: skip
         if before < 0:
@@ -151,7 +151,7 @@ def make_from_tables(
     need: int64[1], set to how many bytes each room should have where it is too small (and the call given up).
     """
     pair, name = np.empty(2, np.int64), np.empty(1024, np.uint8)
-    row = np.empty(out.shape[3], out.dtype)
+    lines = room_for(out.shape[3])
     before = _now(pair)
     last_fd, last_start, inside = np.int64(-1), np.int64(-1), stored[:0]
     for taken in range(len(order)):
@@ -207,7 +207,7 @@ def make_from_tables(
         now = _now(pair)
         times[0] += now - before
         before = _take(
-            i, record, spare, shape, words, mirror, random, mean, scale, row, out, labels, hashes, times, pair, now
+            i, record, spare, shape, words, mirror, random, mean, scale, lines, out, labels, hashes, times, pair, now
         )
         if before < 0:
             return taken
