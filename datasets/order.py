@@ -162,6 +162,7 @@ class Order:
         self.shuffle = shuffle
         self.block = block
         self.window = window
+        self._last: tuple[int, Words] = -1, np.empty(0, np.uint64)
 
     def __len__(self) -> int:
         return self.count
@@ -175,8 +176,9 @@ class Order:
         epochs, places: integers that broadcast to one shape [n]; 0 <= place < N, 0 <= epoch. Returns int64[n].
         Raises :class:`UsageError` for a place or an epoch out of range.
         """
-        both = np.broadcast_arrays(np.atleast_1d(np.asarray(epochs, np.int64)), np.asarray(places, np.int64))
-        epoch, place = both[0].ravel(), both[1].ravel()
+        epoch, place = np.atleast_1d(np.asarray(epochs, np.int64)), np.asarray(places, np.int64)
+        if epoch.shape != place.shape:
+            epoch, place = (array.ravel() for array in np.broadcast_arrays(epoch, place))
         if len(place) == 0:
             return np.empty(0, np.int64)
         if place.min() < 0 or place.max() >= self.count:
@@ -207,9 +209,12 @@ class Order:
 
     def _epoch_key(self, epochs: NDArray[np.int64]) -> Words:
         # Nearly always all items are of one epoch: then keys have one element and broadcast.
-        if (epochs == epochs[0]).all():
-            epochs = epochs[:1]
-        return _key(self.seed, epochs.astype(np.uint64), self.count)
+        if (epochs != epochs[0]).any():
+            return _key(self.seed, epochs.astype(np.uint64), self.count)
+        epoch = int(epochs[0])
+        if self._last[0] != epoch:
+            self._last = epoch, _key(self.seed, epoch, self.count)
+        return self._last[1]
 
     def _mix_windows(self, places: Words, key: Words) -> Words:
         """Permute the places inside each window of consecutive places; the last window may be shorter."""
