@@ -112,11 +112,16 @@ def unsnap(packed, start, end, out):
         at += width
         if back == 0 or back > put or n > size - put:
             return -1
-        if n > _FEW and back >= n:
+        if back >= n and n > _FEW:
             memcpy(out.ctypes.data + put, out.ctypes.data + put - back, n)
         else:
-            for k in range(n):
+            done = min(n, back)
+            for k in range(done):
                 out[put + k] = out[put - back + k]
+            while done < n:  # what repeats is copied from itself, twice as much each time
+                more = min(done, n - done)
+                memcpy(out.ctypes.data + put + done, out.ctypes.data + put, more)
+                done += more
         put += n
     return size if put == size else -1
 

@@ -117,6 +117,10 @@ class Snapshot:
         block = table.place(key)
         return None if block is None else Place(file, table.fd, block, [])
 
+    def descriptor(self, file: str) -> int:
+        """The descriptor of a table, opened if it has to be."""
+        return self._table(file).fd
+
     @property
     def held(self) -> int:
         """How many tables may be open at once: the last that :meth:`place` named are."""

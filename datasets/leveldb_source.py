@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from datasets.errors import (
     SourceClosed,
     SourceError,
 )
+from datasets.leveldb_locate import Located, Locator
 from datasets.leveldb_reader import Snapshot, Vanished
 from datasets.leveldb_table import Cut, Damaged
 from datasets.leveldb_view import warn_of_writer
@@ -33,24 +34,6 @@ _PACKED = 32
 """Keys in a compressed block of the index. Every key is kept where that takes no more than 16 bytes a record: stepping
 over neighbours, as in an LMDB, would decompress blocks of records that nobody wants."""
 _READ_ERRORS = (Cut, Damaged, Vanished)
-
-
-class Pieces(NamedTuple):
-    """See :func:`pipeline.native_kernels.make_from_tables`: int64, the last one bool."""
-
-    order: np.ndarray
-    pieces: np.ndarray
-    fds: np.ndarray
-    starts: np.ndarray
-    sizes: np.ndarray
-    blocks: np.ndarray
-
-
-class Located(NamedTuple):
-    """Keys of records, and where what holds them lies."""
-
-    keys: list[bytes]
-    arrays: Pieces
 
 
 class LevelDbSource(Source):
@@ -76,6 +59,7 @@ class LevelDbSource(Source):
         self._records = -1
         self._files: dict[str, int] | None = None
         self._snapshot: Snapshot | None = None
+        self._locator: Locator | None = None
         self._seen: list[tuple[int, int, int] | None] = []
 
     def __len__(self) -> int:
@@ -111,32 +95,13 @@ class LevelDbSource(Source):
         None where that is not known of each of them without reading: then :meth:`read_many` is the way.
         """
         snapshot = self._live()
-        keys: list[bytes] = []
-        blocks: list[bool] = []
-        files: set[str] = set()
-        pieces, fds, starts, sizes = [0], [], [], []
+        if self._locator is None:
+            assert self._index is not None
+            self._locator = Locator(snapshot, self._index)
         try:
-            for index in indices.tolist():
-                key, steps = self._anchor(index)
-                place = None if steps else snapshot.place(key)
-                if place is None:
-                    return None
-                keys.append(key)
-                blocks.append(place.block is not None)
-                files.add(place.file)
-                for start, size in place.extents if place.block is None else [place.block]:
-                    fds.append(place.fd)
-                    starts.append(start)
-                    sizes.append(size)
-                pieces.append(len(fds))
+            return self._locator.locate(indices)
         except _READ_ERRORS:
             return None
-        if len(files) > snapshot.held:
-            return None  # some of them have been closed again to make room for others
-        firsts = pieces[:-1]
-        order = sorted(range(len(keys)), key=lambda i: (fds[firsts[i]], starts[firsts[i]]))
-        parts = [np.array(part, np.int64) for part in (order, pieces, fds, starts, sizes)]
-        return Located(keys, Pieces(*parts, np.array(blocks, np.bool_)))  # type: ignore[call-arg]
 
     def tell_cost(self, records: int, reading_ns: int, verifying_ns: int) -> None:
         """Count what reading so many records took, verifying included, for the report."""
@@ -155,7 +120,7 @@ class LevelDbSource(Source):
 
     def close(self) -> None:
         self._closed = True
-        snapshot, self._snapshot = self._snapshot, None
+        snapshot, self._snapshot, self._locator = self._snapshot, None, None
         if snapshot is not None:
             snapshot.close()
 
