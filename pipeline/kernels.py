@@ -110,7 +110,7 @@ def philox_blocks(seed, phase, stream, epochs, records, words):
 def turned(source, target, count):
     """Copy bytes from one address to another, the last one first: eight at a time."""
     whole = count >> 3
-    words = carray(_words(np.uint64(source + count - 8 * whole)), (whole,), np.uint64)
+    words = carray(_words(np.uint64(source + count - 8 * whole)), (whole,), np.uint64)  # type: ignore[call-arg]
     out = carray(_words(np.uint64(target)), (whole,), np.uint64)
     for k in range(whole):
         out[k] = _swapped(words[whole - 1 - k])
