@@ -49,7 +49,7 @@ def _ring(spec: FeedSpec, probed: Probe) -> tuple[Ring, list[Slot]]:
     ring = Ring.create(
         spec.depth, probed.layout.nbytes, start_step=spec.start_step, stop_step=spec.stop_step, poison=spec.poison
     )
-    return ring, [probed.layout.views(ring.payload(index)) for index in range(ring.depth)]
+    return ring, [probed.layout.views(ring.payload(index)) for index in range(ring.capacity)]
 
 
 def _not_held(ring: Ring, step: int) -> None:

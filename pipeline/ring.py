@@ -10,6 +10,8 @@ The life of a slot::
 
 * Step ``s`` lives in slot ``s % depth``. Workers may finish out of order; the consumer leases in order. Steps are
   claimed in order and a claimed step always has its slot, so the step the consumer waits for can never starve.
+* A ring may grow (:meth:`Ring.grow`): steps that were claimed before stay where they are, later ones spread over more
+  slots. Addresses are given for the most slots at the start, memory only as they come into use.
 * The memory is a ``memfd``: it has no name, so nothing is left behind however the processes end, and /dev/shm does not
   bound it. Others map it through ``/proc/<pid>/fd/<n>``.
 * Every change of state happens under one ``fcntl`` record lock, which the kernel releases when its holder dies. The
@@ -32,53 +34,13 @@ from enum import Enum, IntEnum
 
 import numpy as np
 
+from pipeline import ring_layout as layout
 from pipeline.process import Process
-from pipeline.shared import RecordLock, RingError, allocate, drain, wake, wake_pipe
+from pipeline.ring_layout import MAX_WORKERS
+from pipeline.shared import RecordLock, RingError, allocate, drain, reserve, wake, wake_pipe
 
-VERSION = 1
-MAX_WORKERS = 256
 POLL_S = 0.05
-NO_STOP = 2**63 - 1
-HASHES = ("ids", "ids_set", "raw", "raw_set", "fill")
-"""Names of a batch's hashes, in the order of the descriptor."""
-
-_MAGIC = int.from_bytes(b"STLLRING", "little")
-_PAGE = mmap.PAGESIZE
-
-_HEADER = np.dtype(
-    [
-        ("magic", "u8"),
-        ("version", "u4"),
-        ("depth", "u4"),
-        ("slot_bytes", "i8"),
-        ("next_step", "i8"),  # the cursor: the next step nobody has claimed
-        ("stop_step", "i8"),  # first step that is not made
-        ("released", "i8"),  # slots given back so far
-        ("stop", "u4"),  # 1: workers end as soon as they look
-        ("poison", "u4"),  # 1: a freed slot is filled with 0xFF
-    ]
-)
-_WORKER = np.dtype(
-    [
-        ("pid", "i8"),  # 0: nobody
-        ("heartbeat_ns", "i8"),  # last claim, ready or look for work
-        ("step", "i8"),  # being made, -1 for none
-        ("ended", "i8"),  # 1: left its loop by itself (done, told to stop, or with an error)
-    ]
-)
-_SLOT = np.dtype(
-    [
-        ("state", "u4"),
-        ("owner", "i4"),  # row of the worker that fills or filled it, -1 for none
-        ("step", "i8"),  # the slot's generation
-        ("items", "i8"),  # records in the batch
-        ("epoch", "i8"),
-        ("redo", "i8"),  # times it was begun again after a worker was lost
-        ("claimed_ns", "i8"),
-        ("ready_ns", "i8"),
-        ("hashes", "u8", (len(HASHES),)),
-    ]
-)
+HASHES = layout.HASHES
 
 
 class State(IntEnum):
@@ -87,6 +49,16 @@ class State(IntEnum):
     READY = 2
     LEASED = 3
     REDO = 4
+
+
+_FREE, _FILLING, _REDO = int(State.FREE), int(State.FILLING), int(State.REDO)  # an enum compares slowly
+_NEXT_STEP, _STOP_STEP, _RELEASED, _STOP, _POISON, _SPAN_COUNT = map(
+    layout.header_word, ("next_step", "stop_step", "released", "stop", "poison", "span_count")
+)
+_HEARTBEAT, _MAKING, _ENDED, _RETIRED = map(layout.worker_word, ("heartbeat_ns", "step", "ended", "retired"))
+_STATE, _OWNER, _STEP, _ITEMS, _EPOCH, _REDONE, _CLAIMED, _READY_NS, _HASHES = map(
+    layout.slot_word, ("state", "owner", "step", "items", "epoch", "redo", "claimed_ns", "ready_ns", "hashes")
+)
 
 
 class Blocked(Enum):
@@ -127,6 +99,8 @@ class Ready:
     owner: int
     ready_ns: int
     hashes: dict[str, int]
+    making_ns: int = 0
+    """From its claim to READY."""
 
 
 class Ring:
@@ -137,41 +111,48 @@ class Ring:
         self._memory, self._ready, self._free = fds
         self.lock = RecordLock(self._memory, patient=not created)
         self._map = mmap.mmap(self._memory, address.nbytes)
-        self._header = np.frombuffer(self._map, _HEADER, 1)[0:1]
+        self._header = np.frombuffer(self._map, layout.HEADER, 1)[0:1]
         if created:
             return
         head = self._header[0]
-        if head["magic"] != _MAGIC or head["version"] != VERSION:
+        if head["magic"] != layout.MAGIC or head["version"] != layout.VERSION:
             self.close()
             raise RingError(
                 f"/proc/{address.pid}/fd/{address.memory_fd} is not a ring of this version",
-                expected=f"version {VERSION}",
+                expected=f"version {layout.VERSION}",
                 found=int(head["version"]),
                 hint="run trainer and workers from the same installation",
             )
-        self._views(int(head["depth"]), int(head["slot_bytes"]))
+        self._views(int(head["capacity"]), int(head["slot_bytes"]))
 
     # -- life cycle ------------------------------------------------------------------------------------------
 
     @classmethod
     def create(
-        cls, depth: int, slot_bytes: int, *, start_step: int = 0, stop_step: int | None = None, poison: bool = False
-    ) -> Ring:
-        """A new ring of ``depth`` slots whose first step is ``start_step``.
+        cls, depth: int, slot_bytes: int, *, most: int = 0, start_step: int = 0, stop_step: int | None = None,
+        poison: bool = False,
+    ) -> Ring:  # fmt: skip
+        """A new ring of ``depth`` slots, which may grow to ``most``, whose first step is ``start_step``.
 
         Raises :class:`RingError` naming the memory needed where there is not enough: the pages are reserved here, so
         that nobody dies of SIGBUS later.
         """
-        slot_bytes = -(-slot_bytes // _PAGE) * _PAGE
-        nbytes = _payload_offset(depth) + depth * slot_bytes
+        capacity = max(depth, most)
+        slot_bytes = -(-slot_bytes // layout.PAGE) * layout.PAGE
+        begin = layout.payload_offset(capacity)
         what = f"the ring: {depth} slots of {slot_bytes / 2**20:,.1f} MiB"
-        memory = allocate("stallscope-ring", nbytes, what)
+        memory = allocate(
+            "stallscope-ring", begin + depth * slot_bytes, what, address_space=begin + capacity * slot_bytes
+        )
         ready, free = wake_pipe(), wake_pipe()
-        ring = cls(RingAddress(os.getpid(), memory, ready, free, nbytes), (memory, ready, free), created=True)
-        ring._header[0] = (
-            _MAGIC, VERSION, depth, slot_bytes, start_step, NO_STOP if stop_step is None else stop_step, 0, 0, poison,
-        )  # fmt: skip
-        ring._views(depth, slot_bytes)
+        address = RingAddress(os.getpid(), memory, ready, free, begin + capacity * slot_bytes)
+        ring = cls(address, (memory, ready, free), created=True)
+        head = ring._header[0]
+        head["magic"], head["version"], head["capacity"] = layout.MAGIC, layout.VERSION, capacity
+        head["slot_bytes"], head["next_step"], head["poison"] = slot_bytes, start_step, poison
+        head["stop_step"] = layout.NO_STOP if stop_step is None else stop_step
+        head["spans"][0], head["span_count"] = (start_step, depth), 1
+        ring._views(capacity, slot_bytes)
         ring._workers["step"] = -1
         ring._slots["step"] = ring._slots["owner"] = -1
         return ring
@@ -194,18 +175,22 @@ class Ring:
             ) from error
         return cls(address, (fds[0], fds[1], fds[2]), created=False)
 
-    def _views(self, depth: int, slot_bytes: int) -> None:
-        self.depth, self.slot_bytes = depth, slot_bytes
-        self._workers = np.frombuffer(self._map, _WORKER, MAX_WORKERS, _PAGE)
-        self._slots = np.frombuffer(self._map, _SLOT, depth, _PAGE + MAX_WORKERS * _WORKER.itemsize)
-        payload = np.frombuffer(self._map, np.uint8, depth * slot_bytes, _payload_offset(depth))
-        self._payload = payload.reshape(depth, slot_bytes)
+    def _views(self, capacity: int, slot_bytes: int) -> None:
+        self.capacity, self.slot_bytes = capacity, slot_bytes
+        self._workers = np.frombuffer(self._map, layout.WORKER, MAX_WORKERS, layout.PAGE)
+        self._slots = np.frombuffer(self._map, layout.SLOT, capacity, layout.SLOTS_AT)
+        payload = np.frombuffer(self._map, np.uint8, capacity * slot_bytes, layout.payload_offset(capacity))
+        self._payload = payload.reshape(capacity, slot_bytes)
+        # The same words as plain integers: a field of a NumPy record takes ten times as long, and every batch needs many.
+        self._words = memoryview(self._map).cast("q")
+        self._unsigned = memoryview(self._map).cast("Q")
+        self._spans: list[tuple[int, int]] = []
 
     def close(self) -> None:
         """Give mapping and descriptors back. Idempotent. A user's arrays keep the memory until they go."""
         if self._memory < 0:
             return
-        for name in ("_header", "_workers", "_slots", "_payload"):
+        for name in ("_header", "_workers", "_slots", "_payload", "_words", "_unsigned"):
             self.__dict__.pop(name, None)
         with contextlib.suppress(BufferError):  # a user holds an array of a batch: unmapped when that goes
             self._map.close()
@@ -220,8 +205,53 @@ class Ring:
 
     @property
     def memory(self) -> np.ndarray:
-        """All slots: uint8[depth * slot_bytes], page-aligned."""
+        """All slots: uint8[capacity * slot_bytes], page-aligned, and reserved from now on, in use or not."""
+        self._reserve(self.capacity)
         return self._payload.reshape(-1)
+
+    @property
+    def depth(self) -> int:
+        """Slots in use for steps that are claimed from now on."""
+        return self._all_spans()[-1][1]
+
+    def grow(self, depth: int) -> None:
+        """Use ``depth`` slots (at most :attr:`capacity`) for all steps that nobody has claimed yet; never fewer.
+
+        Raises :class:`RingError` where there is no memory for them, or it grew too often: nothing is changed then.
+        """
+        spans = self._all_spans()
+        if not self.depth < depth <= self.capacity or len(spans) == layout.MAX_SPANS:
+            raise RingError(
+                f"a ring of {self.depth} slots cannot grow to {depth}",
+                expected=f"more than that, at most {self.capacity}, and {layout.MAX_SPANS - 1} times",
+                found=f"{depth} slots, {len(spans) - 1} times before",
+            )
+        self._reserve(depth)
+        with self.lock:
+            self._header[0]["spans"][len(spans)] = (self.next_step, depth)
+            self._header[0]["span_count"] = len(spans) + 1
+        for _ in range(depth - spans[-1][1]):
+            wake(self._free)
+
+    def slot_of(self, step: int) -> int:
+        """Where a step lives."""
+        for first, depth in reversed(self._all_spans()):
+            if step >= first:
+                return step % depth
+        return step % self._spans[0][1]
+
+    def _all_spans(self) -> list[tuple[int, int]]:
+        """(first step, slots in use) of each stretch of steps; the ring has grown between two."""
+        if len(self._spans) != self._words[_SPAN_COUNT]:
+            self._spans = [(int(first), int(depth)) for first, depth in self._header[0]["spans"]]
+            del self._spans[self._words[_SPAN_COUNT] :]
+        return self._spans
+
+    def _reserve(self, slots: int) -> None:
+        used = max(depth for _, depth in self._all_spans())
+        begin = layout.payload_offset(self.capacity)
+        what = f"{slots} slots of {self.slot_bytes / 2**20:,.1f} MiB in the ring"
+        reserve(self._memory, begin + used * self.slot_bytes, begin + slots * self.slot_bytes, what)
 
     # -- the worker's side -----------------------------------------------------------------------------------
 
@@ -230,61 +260,62 @@ class Ring:
         with self.lock:
             if self._workers[row]["pid"]:
                 raise RingError(f"row {row} of the ring belongs to process {self._workers[row]['pid']}")
-            self._workers[row] = (os.getpid(), time.monotonic_ns(), -1, 0)
+            self._workers[row] = (os.getpid(), time.monotonic_ns(), -1, 0, 0)
 
     def claim(self, row: int) -> Claim | Blocked:
         """The next step to make and its slot, now FILLING; or why there is none. A lost worker's steps come first."""
-        now = time.monotonic_ns()
+        now, words, me = time.monotonic_ns(), self._words, layout.worker_at(row)
         with self.lock:
-            head, slots = self._header[0], self._slots
-            self._workers[row]["heartbeat_ns"] = now
-            if head["stop"]:
+            words[me + _HEARTBEAT] = now
+            if words[_STOP] or words[me + _RETIRED]:
                 return Blocked.STOP
-            states = slots["state"].tolist()  # plain integers: NumPy's scalars compare slowly with an enum
-            redo = State.REDO in states
+            states = self._states()
+            redo = _REDO in states
             if redo:
-                step, slot = min((int(slots["step"][at]), at) for at in range(self.depth) if states[at] == State.REDO)
+                slots = (at for at, state in enumerate(states) if state == _REDO)
+                step, slot = min((words[layout.slot_at(at) + _STEP], at) for at in slots)
             else:
-                step = int(head["next_step"])
-                slot = step % self.depth
-                if step >= head["stop_step"]:
-                    return Blocked.WORK if State.FILLING in states else Blocked.DONE
-                if states[slot] != State.FREE:
+                step = words[_NEXT_STEP]
+                if step >= words[_STOP_STEP]:
+                    return Blocked.WORK if _FILLING in states else Blocked.DONE
+                slot = self.slot_of(step)
+                if states[slot]:
                     return Blocked.SLOT
-                slots[slot]["redo"] = 0
+                words[layout.slot_at(slot) + _REDONE] = 0
             # A kill between any two of these lines leaves a consistent ring, see reclaim().
-            entry = slots[slot]
-            entry["claimed_ns"], entry["owner"], entry["step"] = now, row, step
-            entry["state"] = int(State.FILLING)
-            self._workers[row]["step"] = step
+            at = layout.slot_at(slot)
+            words[at + _CLAIMED], words[at + _OWNER], words[at + _STEP] = now, row, step
+            words[at + _STATE] = _FILLING
+            words[me + _MAKING] = step
             if not redo:
-                head["next_step"] = step + 1
-            more = states[(step + 1) % self.depth] == State.FREE
+                words[_NEXT_STEP] = step + 1
+            more = not states[self.slot_of(step + 1)]
         if more:  # the byte that woke us may have stood for two free slots
             wake(self._free)
         return Claim(step, slot, redo)
 
     def ready(self, row: int, claim: Claim, *, items: int, epoch: int, hashes: dict[str, int]) -> int:
         """FILLING → READY; returns the time of it (monotonic ns). Raises :class:`RingError` if the claim is lost."""
+        words, me, at = self._words, layout.worker_at(row), layout.slot_at(claim.slot)
         with self.lock:
-            slot = self._slots[claim.slot]
-            if (int(slot["state"]), int(slot["owner"]), int(slot["step"])) != (State.FILLING, row, claim.step):
+            if (words[at + _STATE], words[at + _OWNER], words[at + _STEP]) != (_FILLING, row, claim.step):
                 raise RingError(
                     f"worker {row} finished step {claim.step} in slot {claim.slot}, which it does not hold",
                     expected=f"FILLING, step {claim.step}, worker {row}",
-                    found=f"{State(slot['state']).name}, step {slot['step']}, worker {slot['owner']}",
+                    found=f"{State(words[at + _STATE]).name}, step {words[at + _STEP]}, worker {words[at + _OWNER]}",
                 )
             now = time.monotonic_ns()
-            slot["items"], slot["epoch"], slot["ready_ns"] = items, epoch, now
-            slot["hashes"] = [hashes.get(name, 0) for name in HASHES]
-            slot["state"] = int(State.READY)
-            self._workers[row]["step"], self._workers[row]["heartbeat_ns"] = -1, now
+            words[at + _ITEMS], words[at + _EPOCH], words[at + _READY_NS] = items, epoch, now
+            for place, name in enumerate(HASHES, at + _HASHES):
+                self._unsigned[place] = hashes.get(name, 0)
+            words[at + _STATE] = int(State.READY)
+            words[me + _MAKING], words[me + _HEARTBEAT] = -1, now
         wake(self._ready)
         return now
 
     def leave(self, row: int) -> None:
         """Say that this worker ends by itself, and wake the consumer to look at how."""
-        self._workers[row]["ended"] = 1
+        self._words[layout.worker_at(row) + _ENDED] = 1
         wake(self._ready)
 
     def wait_free(self, trainer: Process, timeout_s: float = POLL_S) -> bool:
@@ -301,35 +332,36 @@ class Ring:
 
     def is_ready(self, step: int) -> bool:
         """Whether the batch of ``step`` waits in its slot. Takes no lock."""
-        slot = self._slots[step % self.depth]
-        return int(slot["state"]) == State.READY and int(slot["step"]) == step
+        at = layout.slot_at(self.slot_of(step))
+        return self._words[at + _STATE] == State.READY and self._words[at + _STEP] == step
 
     def is_leased(self, step: int) -> bool:
         """Whether the slot that ``step`` needs is still with the consumer, for an earlier step. Takes no lock."""
-        return int(self._slots[step % self.depth]["state"]) == State.LEASED
+        return self._words[layout.slot_at(self.slot_of(step)) + _STATE] == State.LEASED
 
     def lease(self, step: int) -> Ready:
         """READY → LEASED: the consumer reads the slot from now on. Raises :class:`RingError` if it is not ready."""
-        index = step % self.depth
+        index, words = self.slot_of(step), self._words
+        at = layout.slot_at(index)
         with self.lock:
-            slot = self._slots[index]
             self._expect(index, State.READY, step)
-            slot["state"] = int(State.LEASED)
+            words[at + _STATE] = int(State.LEASED)
             return Ready(
-                step, index, int(slot["items"]), int(slot["epoch"]), int(slot["owner"]), int(slot["ready_ns"]),
-                dict(zip(HASHES, slot["hashes"].tolist(), strict=True)),
+                step, index, words[at + _ITEMS], words[at + _EPOCH], words[at + _OWNER], words[at + _READY_NS],
+                dict(zip(HASHES, self._unsigned[at + _HASHES : at + _HASHES + len(HASHES)], strict=True)),
+                words[at + _READY_NS] - words[at + _CLAIMED],
             )  # fmt: skip
 
     def release(self, step: int) -> None:
         """LEASED → FREE, and wake the workers. Raises :class:`RingError` for a slot that is not leased to ``step``."""
-        index = step % self.depth
+        index, words = self.slot_of(step), self._words
+        at = layout.slot_at(index)
         with self.lock:
             self._expect(index, State.LEASED, step)
-            if self._header[0]["poison"]:
+            if words[_POISON]:
                 self._payload[index] = 0xFF
-            self._slots[index]["owner"] = -1
-            self._slots[index]["state"] = int(State.FREE)
-            self._header[0]["released"] += 1
+            words[at + _OWNER], words[at + _STATE] = -1, _FREE
+            words[_RELEASED] += 1
         wake(self._free)
 
     def wait_ready(self, timeout_s: float = POLL_S, *, also: tuple[int, ...] = ()) -> None:
@@ -358,13 +390,17 @@ class Ring:
                 self._slots["redo"][slot] += 1
                 self._slots["owner"][slot] = -1
                 self._slots["state"][slot] = State.REDO
-            self._workers[row] = (0, 0, -1, 0)
+            self._workers[row] = (0, 0, -1, 0, 0)
         wake(self._free)
         return lost
 
+    def retire(self, row: int) -> None:
+        """Tell one worker to end when it looks for work the next time: what it makes now it still finishes."""
+        self._words[layout.worker_at(row) + _RETIRED] = 1
+
     def stop(self) -> None:
         """Tell all workers to end as soon as they look."""
-        self._header[0]["stop"] = 1
+        self._words[_STOP] = 1
         for _ in range(MAX_WORKERS):
             if not wake(self._free):
                 break
@@ -373,33 +409,37 @@ class Ring:
 
     @property
     def next_step(self) -> int:
-        return int(self._header[0]["next_step"])
+        """The next step nobody has claimed."""
+        return self._words[_NEXT_STEP]
 
     @property
     def released(self) -> int:
-        return int(self._header[0]["released"])
+        """Slots given back so far."""
+        return self._words[_RELEASED]
 
     def counts(self) -> dict[str, int]:
-        """How many slots are in each state, by lower-case name."""
-        states = self._slots["state"].tolist()
+        """How many slots in use are in each state, by lower-case name."""
+        states = self._states()
         return {state.name.lower(): states.count(state) for state in State}
 
     def worker(self, row: int) -> tuple[int, int, int, bool]:
         """(pid, heartbeat_ns, step, ended) of a row; pid 0 where nobody has entered, step -1 where none is made."""
-        pid, heartbeat_ns, step, ended = self._workers[row].tolist()
+        at = layout.worker_at(row)
+        pid, heartbeat_ns, step, ended = self._words[at : at + 4]
         return pid, heartbeat_ns, step, bool(ended)
 
     # -- inside ----------------------------------------------------------------------------------------------
 
+    def _states(self) -> list[int]:
+        begin, size = layout.slot_at(0), layout.SLOT_WORDS
+        return self._words[begin : begin + self.depth * size : size].tolist()
+
     def _expect(self, index: int, state: State, step: int) -> None:
-        slot = self._slots[index]
-        if int(slot["state"]) != state or int(slot["step"]) != step:
+        at = layout.slot_at(index)
+        found, of = self._words[at + _STATE], self._words[at + _STEP]
+        if found != state or of != step:
             raise RingError(
                 f"slot {index} of the ring is not in the state this call needs",
                 expected=f"{state.name}, step {step}",
-                found=f"{State(slot['state']).name}, step {slot['step']}",
+                found=f"{State(found).name}, step {of}",
             )
-
-
-def _payload_offset(depth: int) -> int:
-    return -(-(_PAGE + MAX_WORKERS * _WORKER.itemsize + depth * _SLOT.itemsize) // _PAGE) * _PAGE

@@ -22,22 +22,35 @@ class RingError(StallscopeError):
     """A rule of the ring was broken, or the ring cannot be made."""
 
 
-def allocate(name: str, nbytes: int, what: str) -> int:
-    """A memfd of ``nbytes`` with all pages reserved, so that nobody dies of SIGBUS later.
+def allocate(name: str, nbytes: int, what: str, *, address_space: int = 0) -> int:
+    """A memfd with ``nbytes`` of pages reserved, so that nobody dies of SIGBUS later, and as long as
+    ``address_space``: what lies behind those bytes may be mapped, and must be reserved before it is touched.
 
     Raises :class:`RingError` naming ``what`` and the memory needed where there is not enough.
     """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        reserve(fd, 0, nbytes, what)
+        os.ftruncate(fd, max(nbytes, address_space))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def reserve(fd: int, begin: int, end: int, what: str) -> None:
+    """Reserve the pages of a memfd between two offsets. Raises as :func:`allocate` does."""
+    nbytes = end - begin
+    if nbytes <= 0:
+        return
     # The kernel does not refuse a memfd that is too large: it starts to kill processes. So look first.
     room = available_memory()
     if nbytes > room:
         raise _no_room(what, nbytes, f"{room / 2**20:,.1f} MiB available")
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
-        os.posix_fallocate(fd, 0, nbytes)
+        os.posix_fallocate(fd, begin, nbytes)
     except OSError as error:
-        os.close(fd)
         raise _no_room(what, nbytes, error.strerror or str(error)) from error
-    return fd
 
 
 def _no_room(what: str, nbytes: int, found: str) -> RingError:

@@ -48,7 +48,7 @@ def work(
         with recorder.span(Stage.START):
             maker = BatchMaker(spec, probed, reader, recorder)
             maker.warm_up()
-            slots = [probed.layout.views(ring.payload(index)) for index in range(ring.depth)]
+            slots = [probed.layout.views(ring.payload(index)) for index in range(ring.capacity)]
         ring.enter(row)
         stack.callback(slots.clear)
         stack.callback(ring.leave, row)
