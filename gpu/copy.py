@@ -48,6 +48,7 @@ class CupyDevice(Device):
     """One CUDA device (the current one), driven by one thread."""
 
     upload_type = CupyUpload
+    pins = True
 
     def __init__(self, backend: Backend, recorder: Any = NULL, staging: int = STAGING) -> None:
         super().__init__(backend, recorder, staging)

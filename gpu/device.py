@@ -107,6 +107,8 @@ class Device(ABC):
     """Base of the NumPy, emulated and cupy devices. One thread drives it. Also a context manager that closes it."""
 
     upload_type: type[Upload] = Upload
+    pins = False
+    """Whether :meth:`register` page-locks anything: asking for memory to be registered may reserve it."""
 
     def __init__(self, backend: Backend, recorder: Any = NULL, staging: int = STAGING) -> None:
         self.backend = backend

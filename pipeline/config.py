@@ -120,7 +120,9 @@ class DataConfig(_Model):
 class FeedConfig(_Model):
     engine: Literal["ray", "inline"] = _choice("ray", "ray or inline")
     workers: int | Literal["auto"] = Field(default="auto", ge=1, le=256, description="auto or an integer from 1 to 256")
-    depth: int = _integer(8, 1, 1024, "batches in the ring")
+    depth: int | Literal["auto"] = Field(
+        default="auto", ge=1, le=1024, description="auto or an integer from 1 to 1024: batches in the ring"
+    )
     topology: Literal["fused", "split"] = _choice(
         "fused", "fused (each worker reads for itself) or split (one process reads for all of them)"
     )

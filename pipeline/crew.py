@@ -6,19 +6,22 @@ because it sleeps on the workers' pidfds too. How a worker is started is a :clas
 
 from __future__ import annotations
 
+import contextlib
+import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from pipeline.process import Process
-from pipeline.ring import Ring
+from pipeline.ring import POLL_S, Ring
 from pipeline.spec import FeedSpec
 from profiler.errors import StallscopeError
 from profiler.events import Kind, Stage
 from profiler.recorder import Recorder
 
-_LOOK_S = 0.2  # asking a launcher for news costs a message; workers that end by themselves say so in the ring
+_LOOK_S = 0.2  # asking a launcher for news of a worker that has not started costs a message
+_AGAIN_S = 10.0  # one that has started says in the ring that it ends, or its pidfd does; asked all the same
 _NEWS_S = 10.0  # how long the outcome of a worker that has ended may take to arrive
 
 
@@ -71,6 +74,7 @@ class _Member:
         self.looked_s = 0.0
         self.process: Process | None = None  # from its entering the ring to its end
         self.over = False
+        self.retired = False
         self.lost_ns = 0  # when the worker was lost that this one replaces
 
 
@@ -95,8 +99,12 @@ class Crew:
         self.restarts = 0
         self._batch_of = batch_of
         self._errors: dict[int, BaseException] = {}  # by the step that failed, -1: before any step
+        self._looked_s = 0.0  # when all were last looked at
+        self._deaths = select.poll()  # the pidfds of all that have started
         ring.lock.on_kept = self._end_lock_holder
-        self._members = [_Member(row, launcher.launch(row)) for row in range(workers)]
+        self._members: list[_Member] = []
+        self._rows = 0
+        self.resize(workers)
 
     @property
     def pids(self) -> list[int]:
@@ -110,14 +118,38 @@ class Crew:
         """Descriptors that become readable when a worker dies."""
         return tuple(member.process.fileno() for member in self._members if member.process is not None)
 
+    @property
+    def size(self) -> int:
+        """Workers that make batches, or will when they have started."""
+        return sum(not (member.over or member.retired) for member in self._members)
+
+    @property
+    def all_started(self) -> bool:
+        """Whether all of them have entered the ring."""
+        return all(member.process is not None for member in self._members if not (member.over or member.retired))
+
+    def resize(self, workers: int) -> None:
+        """Have so many workers: start some, or tell the newest to end when they have made what they are making."""
+        mine = [member for member in self._members if not (member.over or member.retired)]
+        for _ in range(workers - len(mine)):
+            self._members.append(_Member(self._rows, self.launcher.launch(self._rows)))
+            self._rows += 1  # a row is never given twice: who was told to end may still be about to enter it
+        for member in mine[workers:]:
+            member.retired = True
+            self.ring.retire(member.row)
+            self._meet(member)
+            if member.process is None:
+                self._leave(member)
+
     def watch(self, step: int, waited_s: float) -> None:
         """Look after the workers while the consumer waits for ``step``, for ``waited_s`` so far.
 
         Raises the error of the worker that failed to make ``step``, and :class:`FeedError` when no worker can go on.
         """
-        for member in self._members:
-            if not member.over:
-                self._look(member, waited_s)
+        if self._is_time() or self._news():
+            for member in list(self._members):
+                if not member.over:
+                    self._look(member, waited_s)
         failed = self._errors.get(step) or self._errors.get(-1)
         if failed is None and all(member.over for member in self._members) and not self.ring.is_ready(step):
             failed = self._errors[min(self._errors)] if self._errors else None
@@ -127,10 +159,15 @@ class Crew:
             raise failed
 
     def notice(self) -> None:
-        """Replace workers that have died while the consumer found its batches ready. Costs microseconds."""
-        for member in self._members:
+        """Replace workers that have died while the consumer found its batches ready; looks twenty times a second."""
+        if not self._is_time():
+            return
+        for member in list(self._members):
             self._meet(member)
-            if member.process is not None and not member.process.alive and not self.ring.worker(member.row)[3]:
+            ended = self.ring.worker(member.row)[3]
+            if member.retired and ended and not member.over:
+                self._look(member, 0.0)
+            elif member.process is not None and not member.process.alive and not ended:
                 self._lost(member, "died")
 
     def close(self, patience_s: float = 5.0) -> None:
@@ -152,6 +189,18 @@ class Crew:
                 self._forget(member)
         self._members = []
 
+    def _is_time(self) -> bool:
+        now = time.monotonic()
+        if now - self._looked_s < POLL_S:
+            return False
+        self._looked_s = now
+        return True
+
+    def _news(self) -> bool:
+        """Whether a worker has ended or died since it was looked at. Costs a system call, whatever their number."""
+        ended = self.ring.ended(self._rows)
+        return bool(self._deaths.poll(0)) or any(ended[member.row] for member in self._members if not member.over)
+
     # -- one worker ------------------------------------------------------------------------------------------
 
     def _look(self, member: _Member, waited_s: float) -> None:
@@ -168,9 +217,9 @@ class Crew:
                 # Its own waiting is counted too: after a pause of the whole job everybody looks silent at first.
                 self._lost(member, f"no sign of life for {silent_s:.1f} s: killed")
                 return
-        if ended or now - member.looked_s > _LOOK_S:
+        if ended or now - member.looked_s > (_LOOK_S if process is None else _AGAIN_S):
             member.looked_s = now
-            outcome = member.job.outcome(_NEWS_S if ended else 0.0)
+            outcome = member.job.outcome(_NEWS_S if ended and not member.retired else 0.0)
             if outcome is not None:
                 self._ended(member, outcome)
                 return
@@ -183,6 +232,8 @@ class Crew:
         if member.process is not None or not pid or member.over:
             return
         member.process = Process(pid)
+        if member.process.alive:
+            self._deaths.register(member.process.fileno(), select.POLLIN)
         if member.lost_ns:
             # In the worker's lane: from the loss to the first sign of its replacement.
             self.recorder.add(
@@ -202,7 +253,16 @@ class Crew:
                 "worker_error", worker=self.spec.first_actor + member.row, step=step, error=str(outcome.error)
             )
         member.over = True
+        if member.retired and outcome.error is None:
+            self._leave(member)
+        else:
+            self._forget(member)
+
+    def _leave(self, member: _Member) -> None:
+        """The end of one that was not wanted any more."""
+        member.job.discard()
         self._forget(member)
+        self._members.remove(member)
 
     def _lost(self, member: _Member, how: str, text: str = "") -> None:
         lost_ns = time.monotonic_ns()
@@ -216,6 +276,11 @@ class Crew:
         if member.process is not None:
             status = member.process.exit_status()  # known once its parent has collected it
         self._forget(member)
+        if member.retired:
+            member.over = True
+            self._members.remove(member)
+            if step < 0:
+                return  # it held nothing, and nobody is to take its place
         status = status or text or "unknown"
         batch, meaning = self._batch_of(step) if step >= 0 else {}, _meaning(status)
         self.recorder.note(
@@ -232,6 +297,8 @@ class Crew:
                 found=f"{self.restarts}; this one {how}: {status}" + (f" ({meaning})" if meaning else ""),
                 hint=_hint(status),
             )
+        if member.retired:
+            return
         member.job = self.launcher.launch(member.row)
         member.started_s, member.lost_ns = time.monotonic(), lost_ns
 
@@ -268,9 +335,10 @@ class Crew:
             silent_s=round((time.monotonic_ns() - heartbeat_ns) / 1e9, 1),
         )  # fmt: skip
 
-    @staticmethod
-    def _forget(member: _Member) -> None:
+    def _forget(self, member: _Member) -> None:
         if member.process is not None:
+            with contextlib.suppress(KeyError):  # it was dead when we met it
+                self._deaths.unregister(member.process.fileno())
             member.process.close()
             member.process = None
 

@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from pipeline import adaptive
 from pipeline.crew import Crew, FeedError, Launcher
 from pipeline.maker import BatchMaker, LocalReader, Probe, Slot, stream_of
 from pipeline.ring import POLL_S, Blocked, Ready, Ring
+from pipeline.shared import RingError
 from pipeline.spec import FeedSpec
 from pipeline.worker import open_data
 from profiler.events import Flag, Kind, Stage
+from profiler.osread import available_memory
 from profiler.recorder import Recorder
 
 
@@ -40,21 +43,43 @@ class Engine(Protocol):
         """Wait until the batch of ``step`` is ready, for at most ``timeout_s`` or until ``cancelled``."""
         ...
 
+    def delivered(self, ready: Ready, *, step_ns: int, wait_ns: int, held: int) -> None:
+        """The consumer has taken a batch: what it did before, how long it waited, and how many it now holds."""
+        ...
+
+    def tuning(self) -> dict[str, Any] | None:
+        """What was decided about workers and depth so far; None where the user said all."""
+        ...
+
     def close(self) -> None:
         """End all that was started; idempotent."""
         ...
 
 
-def _ring(spec: FeedSpec, probed: Probe) -> tuple[Ring, list[Slot]]:
+def start_depth(spec: FeedSpec, workers: int) -> int:
+    """Slots of a feed's ring to begin with; ``workers``: 0 where the consumer makes its batches itself."""
+    return adaptive.start_depth(workers) if spec.depth == "auto" else spec.depth
+
+
+def _ring(spec: FeedSpec, probed: Probe, workers: int) -> tuple[Ring, list[Slot]]:
+    nbytes, depth = probed.layout.nbytes, start_depth(spec, workers)
+    most = adaptive.most_depth(depth, nbytes, available_memory()) if spec.depth == "auto" else depth
     ring = Ring.create(
-        spec.depth, probed.layout.nbytes, start_step=spec.start_step, stop_step=spec.stop_step, poison=spec.poison
+        depth, nbytes, most=most, start_step=spec.start_step, stop_step=spec.stop_step, poison=spec.poison
     )
     return ring, [probed.layout.views(ring.payload(index)) for index in range(ring.capacity)]
 
 
 def _not_held(ring: Ring, step: int) -> None:
-    """Raise :class:`FeedError` where the consumer waits for a slot that it keeps itself: it would wait for ever."""
+    """See to it that the consumer does not wait for a slot that it keeps itself: it would wait for ever.
+
+    Takes slots that were not in use yet, where there are some; raises :class:`FeedError` where there are none.
+    """
     if ring.is_leased(step):
+        for depth in range(ring.depth + 1, ring.capacity + 1):
+            if step % depth >= ring.depth:
+                ring.grow(depth)
+                return
         raise FeedError(
             f"step {step} needs the slot of step {step - ring.depth}, which the consumer still holds",
             expected=f"a feed.depth larger than the {ring.counts()['leased']} batches held",
@@ -74,7 +99,7 @@ class InlineEngine:
         self._source = open_data(spec)
         self._maker = BatchMaker(spec, probed, LocalReader(self._source), recorder)
         self._maker.warm_up()
-        self.ring, self.slots = _ring(spec, probed)
+        self.ring, self.slots = _ring(spec, probed, 0)
         self.ring.enter(0)
 
     def get(self, step: int) -> Ready:
@@ -96,6 +121,12 @@ class InlineEngine:
     def warm_up(self, step: int, timeout_s: float, cancelled: Callable[[], bool]) -> None:
         """Nothing to wait for: batches are made when they are asked for."""
 
+    def delivered(self, ready: Ready, *, step_ns: int, wait_ns: int, held: int) -> None:
+        """Nothing to decide: more slots than are held serve nobody."""
+
+    def tuning(self) -> None:
+        """Nothing was decided."""
+
     def close(self) -> None:
         self.slots = []
         self.ring.close()
@@ -108,11 +139,15 @@ class CrewEngine:
     Parameters
     ----------
     launch: makes the launcher for the ring that was made here.
+    workers: to begin with; most: how many there may come to be, where ``spec.workers`` is auto.
     """
 
-    def __init__(self, spec: FeedSpec, probed: Probe, recorder: Recorder, launch: Any, workers: int) -> None:
+    def __init__(
+        self, spec: FeedSpec, probed: Probe, recorder: Recorder, launch: Any, workers: int, most: int = 0
+    ) -> None:
+        self._recorder, self._phase = recorder, spec.phase
         with contextlib.ExitStack() as stack:
-            self.ring, self.slots = _ring(spec, probed)
+            self.ring, self.slots = _ring(spec, probed, workers)
             stack.callback(self.ring.close)
             launcher: Launcher = launch(self.ring.address)
             stack.callback(launcher.close)
@@ -123,6 +158,12 @@ class CrewEngine:
                 return {"epoch": int(items.epochs[0]), "records": [int(items.records[0]), int(items.records[-1])]}
 
             self._crew = Crew(self.ring, spec, launcher, workers, recorder, batch_of)
+            self._tuner = adaptive.Tuner(
+                adaptive.Limits(
+                    (1, max(most, workers)) if spec.workers == "auto" else (workers, workers), (self.ring.depth, self.ring.capacity)
+                )
+            )
+            self._tuner.wait(2 * self.ring.depth)
             stack.pop_all()
 
     @property
@@ -145,6 +186,30 @@ class CrewEngine:
         deadline = time.monotonic() + timeout_s
         self._wait(step, lambda: cancelled() or time.monotonic() > deadline)
 
+    def delivered(self, ready: Ready, *, step_ns: int, wait_ns: int, held: int) -> None:
+        tuner, crew = self._tuner, self._crew
+        if tuner.settled:
+            return
+        if not crew.all_started:  # what is measured now says nothing of what they will do together
+            tuner.wait(self.ring.depth)
+            return
+        decision = tuner.delivered(
+            ready.step, crew.size, self.ring.depth, make_ns=ready.making_ns, step_ns=step_ns, wait_ns=wait_ns, held=held
+        )
+        if decision is None:
+            return
+        if decision.depth > self.ring.depth:
+            try:
+                self.ring.grow(decision.depth)
+            except RingError as error:  # it goes on with the slots that it has
+                tuner.refused(workers=decision.workers, depth=self.ring.depth, why=error.what)
+        crew.resize(decision.workers)
+        self._recorder.note("feed_tuned", phase=self._phase, **tuner.decisions[-1])
+
+    def tuning(self) -> dict[str, Any] | None:
+        tuner = self._tuner
+        return {"settled": tuner.settled, "decisions": list(tuner.decisions)} if tuner.decides else None
+
     def _wait(self, step: int, enough: Callable[[], bool]) -> None:
         self._crew.notice()
         waited_s = 0.0
@@ -152,6 +217,8 @@ class CrewEngine:
             _not_held(self.ring, step)
             before = time.monotonic()
             self.ring.wait_ready(POLL_S, also=self._crew.fds)
+            if self.ring.is_ready(step):
+                return
             waited_s += min(time.monotonic() - before, 5 * POLL_S)  # a pause of the whole job is no waiting
             self._crew.watch(step, waited_s)
 
@@ -173,8 +240,9 @@ class RayEngine(CrewEngine):
             stack.enter_context(ray_runtime.running())
             plan = placement.plan(spec, actors.node_cpus(), owner=spec.topology == "split")
             super().__init__(
-                spec, probed, recorder, lambda address: actors.RayLauncher(spec, probed, address, plan), plan.workers
-            )
+                spec, probed, recorder, lambda address: actors.RayLauncher(spec, probed, address, plan), plan.workers,
+                plan.most,
+            )  # fmt: skip
             self._runtime = stack.pop_all()
 
     def close(self) -> None:

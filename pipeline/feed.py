@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from pipeline import bad_records
 from pipeline.crew import FeedError
-from pipeline.engines import Engine, InlineEngine, RayEngine
+from pipeline.engines import Engine, InlineEngine, RayEngine, start_depth
 from pipeline.maker import Slot, probe, stream_of
 from pipeline.ring import Ready
 from pipeline.spec import FeedSpec, Phase, feed_spec
@@ -58,6 +58,7 @@ class Batch:
         if slot.bad is not None and slot.bad_count is not None and slot.bad_count[0]:
             self._bad = bad_records.read_rows(slot.bad, slot.bad_count)
         self._blobs = feed.probe.blobs
+        self._ready = ready
         self.step, self.epoch, self.slot = ready.step, ready.epoch, ready.slot
         self.hashes = ready.hashes
 
@@ -168,12 +169,14 @@ class Feed:
         self._first = True
         self._closed = False
         self._failed: BaseException | None = None
+        self._depth = 0  # of the ring when it was closed
         self._tally: bad_records.Tally | None = None
         if self.spec.on_bad_record != "stop":
             self._tally = bad_records.Tally(
                 self.spec.on_bad_record, self.spec.bad_record_cap, self.probe.records, name, self.spec.phase, recorder
             )
-        self._delivered = self._items = self._wait_ns = self._restarts = 0
+        self._delivered = self._items = self._wait_ns = self._restarts = self._took_ns = 0
+        self._tuning: dict[str, Any] | None = None
 
     @classmethod
     def from_spec(cls, spec: FeedSpec, recorder: Recorder = NULL) -> Feed:
@@ -249,7 +252,7 @@ class Feed:
             engine = self._started()
             batch = self._ahead.popleft() if self._ahead else self._leased(engine, engine.get(step))
             span.epoch, span.slot, span.items = batch.epoch, batch.slot, len(batch)
-        self._wait_ns += time.monotonic_ns() - began
+        self._count_time(engine, batch, began)
         if self._tally is not None:
             self._count_bad(self._tally, batch)
         self._first = False
@@ -315,7 +318,7 @@ class Feed:
             self._tally.close()
         engine, self._engine = self._engine, None
         if engine is not None:
-            self._restarts = engine.restarts
+            self._restarts, self._tuning, self._depth = engine.restarts, engine.tuning(), engine.ring.depth
             engine.close()
 
     def _started(self) -> Engine:
@@ -325,6 +328,16 @@ class Feed:
             make = RayEngine if self.spec.engine == "ray" else InlineEngine
             self._engine = make(self.spec, self.probe, self.recorder)
         return self._engine
+
+    def _count_time(self, engine: Engine, batch: Batch, began_ns: int) -> None:
+        """How long this batch was waited for, and what the consumer did before it."""
+        now = time.monotonic_ns()
+        self._wait_ns += now - began_ns
+        if self._took_ns:
+            step_ns = began_ns - self._took_ns
+            engine.delivered(batch._ready, step_ns=step_ns, wait_ns=now - began_ns, held=len(self._out))
+            now = time.monotonic_ns()
+        self._took_ns = now
 
     def _count_bad(self, tally: bad_records.Tally, batch: Batch) -> None:
         """Count what the batch says about bad records: here and not where it was made, so that the order is strict."""
@@ -348,8 +361,14 @@ class Feed:
 
     @property
     def memory_bytes(self) -> int:
-        """What the slots take, or will."""
-        return self.spec.depth * self.probe.layout.nbytes
+        """What the slots take, or will; with ``depth: auto`` to begin with."""
+        return self._depth_now() * self.probe.layout.nbytes
+
+    def _depth_now(self) -> int:
+        if self._engine is not None:
+            return self._engine.ring.depth
+        workers = 0 if self.spec.engine == "inline" else 2 if self.spec.workers == "auto" else self.spec.workers
+        return self._depth or start_depth(self.spec, workers)
 
     # -- position and figures --------------------------------------------------------------------------------
 
@@ -396,7 +415,8 @@ class Feed:
         """Figures so far: batches and items delivered, nanoseconds waited, lost workers, slots in each state, and the
         records that could not be used (None with ``on_bad_record: stop``, which ends at the first).
 
-        ``slots["ready"]`` near the depth: the consumer is the slower side; near 0: the workers are.
+        ``slots["ready"]`` near the depth: the consumer is the slower side; near 0: the workers are. ``tuning``: with
+        ``auto``, whether workers and depth are settled, and each decision with its step and reason.
         """
         engine = self._engine
         return {
@@ -406,7 +426,8 @@ class Feed:
             "wait_ns": self._wait_ns,
             "restarts": engine.restarts if engine else self._restarts,
             "workers": engine.pids if engine else [],
-            "depth": self.spec.depth,
+            "depth": self._depth_now(),
+            "tuning": engine.tuning() if engine else self._tuning,
             "slots": engine.ring.counts() if engine else {},
             "slot_bytes": self.probe.layout.nbytes,
             "bad_records": self._tally.stats() if self._tally else None,

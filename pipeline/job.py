@@ -329,7 +329,7 @@ class Job:
         feed, device = self.feed, self.device
         self.batches = Staging(feed, device, lambda batch: self._named(batch, "TRAIN"))
         self._stack.callback(device.close)
-        pinned = device.register(feed.memory)
+        pinned = device.pins and device.register(feed.memory)  # which reserves all slots that there may come to be
         self.recorder.note("staging", buffers=device.ahead + 1, pinned_bytes=feed.memory.nbytes if pinned else 0)
         self._normalise = None
         if feed.spec.pixels == "uint8" and not self.config.only_feeds:

@@ -14,11 +14,13 @@ OWNER_CPUS = 0.1
 
 @dataclass(frozen=True)
 class Plan:
-    """Workers and reserved CPUs of one feed. ``owner`` is the process that reads for all (``topology: split``)."""
+    """Workers and reserved CPUs of one feed. ``owner`` is the process that reads for all (``topology: split``);
+    ``most``: how many workers it may come to have, 0: those."""
 
     workers: int
     worker_cpus: float
     owner: bool
+    most: int = 0
 
     @property
     def cpus(self) -> float:
@@ -28,22 +30,22 @@ class Plan:
 def plan(spec: FeedSpec, node_cpus: float, *, owner: bool) -> Plan:
     """The processes of a feed on a node with ``node_cpus`` CPUs.
 
-    ``workers: auto`` is one less than the CPUs, at least one, and fewer where the sum does not fit.
+    ``workers: auto`` begins with two, or one where there are fewer than three CPUs, and may come to as many as there
+    are CPUs, fewer where the sum does not fit (:mod:`pipeline.adaptive` decides).
     Raises :class:`FeedError` with the sum where it does not fit.
     """
+    fits = int((node_cpus - TRAINER_CPUS - (OWNER_CPUS if owner else 0)) / spec.worker_cpus + 1e-9)
     if spec.workers == "auto":
-        workers = max(1, int(node_cpus) - 1)
-        while workers > 1 and Plan(workers, spec.worker_cpus, owner).cpus > node_cpus:
-            workers -= 1
+        most = max(1, min(fits, int(node_cpus)))
+        workers = max(1, min(most, 2, int(node_cpus) - 1))
     else:
-        workers = spec.workers
-    result = Plan(workers, spec.worker_cpus, owner)
+        workers = most = spec.workers
+    result = Plan(workers, spec.worker_cpus, owner, most)
     if result.cpus > node_cpus + 1e-9:
         terms = [f"{workers} workers x {spec.worker_cpus:g}"]
         if owner:
             terms.append(f"reader {OWNER_CPUS:g}")
         terms.append(f"trainer {TRAINER_CPUS:g}")
-        fits = int((node_cpus - TRAINER_CPUS - (OWNER_CPUS if owner else 0)) / spec.worker_cpus + 1e-9)
         raise FeedError(
             "the feed needs more CPUs than this node has",
             expected=" + ".join(terms) + f" = {result.cpus:g} CPUs",

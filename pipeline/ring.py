@@ -31,6 +31,7 @@ import select
 import time
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,7 +52,7 @@ class State(IntEnum):
     REDO = 4
 
 
-_FREE, _FILLING, _REDO = int(State.FREE), int(State.FILLING), int(State.REDO)  # an enum compares slowly
+_FREE, _FILLING, _READY, _LEASED, _REDO = (state.value for state in State)  # an enum compares slowly
 _NEXT_STEP, _STOP_STEP, _RELEASED, _STOP, _POISON, _SPAN_COUNT = map(
     layout.header_word, ("next_step", "stop_step", "released", "stop", "poison", "span_count")
 )
@@ -59,6 +60,8 @@ _HEARTBEAT, _MAKING, _ENDED, _RETIRED = map(layout.worker_word, ("heartbeat_ns",
 _STATE, _OWNER, _STEP, _ITEMS, _EPOCH, _REDONE, _CLAIMED, _READY_NS, _HASHES = map(
     layout.slot_word, ("state", "owner", "step", "items", "epoch", "redo", "claimed_ns", "ready_ns", "hashes")
 )
+
+_END = _HASHES + len(HASHES)
 
 
 class Blocked(Enum):
@@ -81,15 +84,13 @@ class RingAddress:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     step: int
     slot: int
     redo: bool
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(NamedTuple):
     """What a descriptor says about a finished batch."""
 
     step: int
@@ -181,7 +182,7 @@ class Ring:
         self._slots = np.frombuffer(self._map, layout.SLOT, capacity, layout.SLOTS_AT)
         payload = np.frombuffer(self._map, np.uint8, capacity * slot_bytes, layout.payload_offset(capacity))
         self._payload = payload.reshape(capacity, slot_bytes)
-        # The same words as plain integers: a field of a NumPy record takes ten times as long, and every batch needs many.
+        # The same words as plain integers: a field of a NumPy record takes ten times as long.
         self._words = memoryview(self._map).cast("q")
         self._unsigned = memoryview(self._map).cast("Q")
         self._spans: list[tuple[int, int]] = []
@@ -260,7 +261,7 @@ class Ring:
         with self.lock:
             if self._workers[row]["pid"]:
                 raise RingError(f"row {row} of the ring belongs to process {self._workers[row]['pid']}")
-            self._workers[row] = (os.getpid(), time.monotonic_ns(), -1, 0, 0)
+            self._workers[row] = (os.getpid(), time.monotonic_ns(), -1, 0, self._workers[row]["retired"])
 
     def claim(self, row: int) -> Claim | Blocked:
         """The next step to make and its slot, now FILLING; or why there is none. A lost worker's steps come first."""
@@ -308,7 +309,7 @@ class Ring:
             words[at + _ITEMS], words[at + _EPOCH], words[at + _READY_NS] = items, epoch, now
             for place, name in enumerate(HASHES, at + _HASHES):
                 self._unsigned[place] = hashes.get(name, 0)
-            words[at + _STATE] = int(State.READY)
+            words[at + _STATE] = _READY
             words[me + _MAKING], words[me + _HEARTBEAT] = -1, now
         wake(self._ready)
         return now
@@ -333,22 +334,22 @@ class Ring:
     def is_ready(self, step: int) -> bool:
         """Whether the batch of ``step`` waits in its slot. Takes no lock."""
         at = layout.slot_at(self.slot_of(step))
-        return self._words[at + _STATE] == State.READY and self._words[at + _STEP] == step
+        return self._words[at + _STATE] == _READY and self._words[at + _STEP] == step
 
     def is_leased(self, step: int) -> bool:
         """Whether the slot that ``step`` needs is still with the consumer, for an earlier step. Takes no lock."""
-        return self._words[layout.slot_at(self.slot_of(step)) + _STATE] == State.LEASED
+        return self._words[layout.slot_at(self.slot_of(step)) + _STATE] == _LEASED
 
     def lease(self, step: int) -> Ready:
         """READY → LEASED: the consumer reads the slot from now on. Raises :class:`RingError` if it is not ready."""
         index, words = self.slot_of(step), self._words
         at = layout.slot_at(index)
         with self.lock:
-            self._expect(index, State.READY, step)
-            words[at + _STATE] = int(State.LEASED)
+            self._expect(index, _READY, step)
+            words[at + _STATE] = _LEASED
             return Ready(
                 step, index, words[at + _ITEMS], words[at + _EPOCH], words[at + _OWNER], words[at + _READY_NS],
-                dict(zip(HASHES, self._unsigned[at + _HASHES : at + _HASHES + len(HASHES)], strict=True)),
+                dict(zip(HASHES, self._unsigned[at + _HASHES : at + _END].tolist(), strict=True)),
                 words[at + _READY_NS] - words[at + _CLAIMED],
             )  # fmt: skip
 
@@ -357,7 +358,7 @@ class Ring:
         index, words = self.slot_of(step), self._words
         at = layout.slot_at(index)
         with self.lock:
-            self._expect(index, State.LEASED, step)
+            self._expect(index, _LEASED, step)
             if words[_POISON]:
                 self._payload[index] = 0xFF
             words[at + _OWNER], words[at + _STATE] = -1, _FREE
@@ -428,18 +429,23 @@ class Ring:
         pid, heartbeat_ns, step, ended = self._words[at : at + 4]
         return pid, heartbeat_ns, step, bool(ended)
 
+    def ended(self, rows: int) -> list[int]:
+        """For each of the first rows whether its worker has left its loop by itself."""
+        begin, size = layout.worker_at(0), layout.WORKER_WORDS
+        return self._words[begin + _ENDED : begin + rows * size : size].tolist()
+
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _states(self) -> list[int]:
         begin, size = layout.slot_at(0), layout.SLOT_WORDS
         return self._words[begin : begin + self.depth * size : size].tolist()
 
-    def _expect(self, index: int, state: State, step: int) -> None:
+    def _expect(self, index: int, state: int, step: int) -> None:
         at = layout.slot_at(index)
         found, of = self._words[at + _STATE], self._words[at + _STEP]
         if found != state or of != step:
             raise RingError(
                 f"slot {index} of the ring is not in the state this call needs",
-                expected=f"{state.name}, step {step}",
+                expected=f"{State(state).name}, step {step}",
                 found=f"{State(found).name}, step {of}",
             )

@@ -57,7 +57,7 @@ SLOT = np.dtype(
 SLOTS_AT = PAGE + MAX_WORKERS * WORKER.itemsize
 """Bytes before the first slot's descriptor."""
 SLOT_WORDS = SLOT.itemsize // 8
-_WORKER_WORDS = WORKER.itemsize // 8
+WORKER_WORDS = WORKER.itemsize // 8
 
 
 def payload_offset(capacity: int) -> int:
@@ -67,7 +67,7 @@ def payload_offset(capacity: int) -> int:
 
 def worker_at(row: int) -> int:
     """The first word of a worker's row."""
-    return PAGE // 8 + row * _WORKER_WORDS
+    return PAGE // 8 + row * WORKER_WORDS
 
 
 def slot_at(slot: int) -> int:

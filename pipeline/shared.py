@@ -102,12 +102,13 @@ class RecordLock:
         return 0 if kind == fcntl.F_UNLCK else pid
 
     def _acquire_or_ask(self) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = 0.0
         while True:
             try:
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
                 return
             except BlockingIOError:
+                deadline = deadline or time.monotonic() + PATIENCE_S
                 if time.monotonic() < deadline:
                     time.sleep(20e-6)
                     continue

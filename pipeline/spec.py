@@ -62,7 +62,8 @@ class FeedSpec:
     cycle: step s stands for step s mod cycle (the test iterations of a TEST feed); None: no cycle.
     origin: the step whose batch is the first of the stream; before it nothing was read (a state of Caffe's).
     start_step, stop_step: first step, and first step that is not made (None: endless).
-    workers: processes that make batches; ``"auto"``: one less than there are CPUs, at least one.
+    workers: processes that make batches; ``"auto"``: see :mod:`pipeline.adaptive`.
+    depth: batches in the ring; ``"auto"``: see there.
     topology: ``"fused"``: each worker reads for itself; ``"split"``: one process of the node reads for all of them.
     worker_cpus: CPUs reserved with Ray for each worker.
     max_restarts: how many lost workers are replaced before the feed gives up.
@@ -97,7 +98,7 @@ class FeedSpec:
 
     engine: Literal["ray", "inline"] = "inline"
     workers: int | Literal["auto"] = "auto"
-    depth: int = 8
+    depth: int | Literal["auto"] = 8
     topology: Literal["fused", "split"] = "fused"
     start_step: int = 0
     stop_step: int | None = None
@@ -124,7 +125,7 @@ class FeedSpec:
             raise UsageError("unknown phase", expected=" or ".join(PHASES), found=self.phase)
         for name, least in (("batch", 1), ("depth", 1), ("start_step", 0), ("cycle", 1), ("max_restarts", 0)):
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is not None and value != "auto" and value < least:
                 raise UsageError(f"{name} of a feed is out of range", expected=f"{least} or more", found=value)
         if self.pixels == "uint8" and self.transform.mean_file and (self.transform.crop or self.transform.mirror):
             raise UsageError(
@@ -221,7 +222,7 @@ def feed_spec(
         readahead={"auto": None, "on": True, "off": False}[config.data.readahead],
         engine=feed.engine,
         workers=1 if test else feed.workers,
-        depth=min(4, max(2, feed.depth)) if test else feed.depth,
+        depth=feed.depth if not test else 4 if feed.depth == "auto" else min(4, max(2, feed.depth)),
         topology="fused" if test else feed.topology,
         start_step=start_step,
         stop_step=stop_step,

@@ -132,7 +132,7 @@ def test_configuration_is_frozen_and_survives_pickling() -> None:
         ({"workers": 3}, ["unknown key workers", "did you mean feed.workers?"]),
         ({"feed": {"workers": 0}}, ["feed.workers", "auto or an integer from 1 to 256", "0"]),
         ({"feed": {"workers": True}}, ["feed.workers", "auto or an integer from 1 to 256", "True"]),
-        ({"feed": {"depth": "8"}}, ["feed.depth", "an integer from 1 to 1024"]),
+        ({"feed": {"depth": "8"}}, ["feed.depth", "auto or an integer from 1 to 1024"]),
         ({"feed": 3}, ["feed has a value", "a mapping"]),
         ({"device": {"step_ms": -1}}, ["device.step_ms", "a number from 0", "-1"]),
         ({"device": {"step_ms": float("nan")}}, ["device.step_ms", "nan"]),

@@ -74,6 +74,22 @@ def test_held_batches_stay_and_may_be_given_back_in_any_order() -> None:
         assert next(feed).step == 3
 
 
+def test_depth_auto_takes_the_slots_that_held_batches_need() -> None:
+    with Feed.from_spec(SPEC) as feed:
+        whole = [batch.hashes for batch in feed]
+    with Feed.from_spec(replace(SPEC, depth="auto")) as feed:
+        assert feed.memory_bytes == 2 * feed.stats()["slot_bytes"]
+        held = [next(feed).hold() for _ in range(12)]
+        copies = [batch.data.copy() for batch in held]
+        assert feed.stats()["depth"] == 12
+        for batch in held[::2]:
+            batch.release()
+        rest = [batch.hashes for batch in feed]
+        for batch, copy in zip(held[1::2], copies[1::2], strict=True):
+            np.testing.assert_array_equal(batch.data, copy)
+        assert [batch.hashes for batch in held] + rest == whole
+
+
 def test_a_held_batch_is_not_read_after_the_feed_is_closed() -> None:
     with Feed.from_spec(SPEC) as feed:
         held = [next(feed).hold() for _ in range(2)]

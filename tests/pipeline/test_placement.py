@@ -11,15 +11,20 @@ from pipeline.spec import FeedSpec
 SPEC = FeedSpec("db", 8)
 
 
-@pytest.mark.parametrize(("cpus", "workers"), [(1, 1), (2, 1), (4, 3), (64, 63)])
-def test_auto_takes_one_less_than_the_cpus(cpus: int, workers: int) -> None:
-    assert plan(SPEC, cpus, owner=False).workers == workers
+@pytest.mark.parametrize(("cpus", "workers", "most"), [(1, 1, 1), (2, 1, 2), (3, 2, 3), (4, 2, 4), (64, 2, 64)])
+def test_auto_begins_with_few_and_may_have_as_many_as_there_are_cpus(cpus: int, workers: int, most: int) -> None:
+    assert plan(SPEC, cpus, owner=False) == Plan(workers, 0.75, False, most)
 
 
-def test_auto_shrinks_until_the_sum_fits() -> None:
+def test_auto_has_no_more_than_what_fits() -> None:
     spec = replace(SPEC, worker_cpus=1.0)
-    assert plan(spec, 4, owner=False) == Plan(3, 1.0, False)
-    assert plan(replace(spec, worker_cpus=1.5), 4, owner=True) == Plan(2, 1.5, True)
+    assert plan(spec, 4, owner=False) == Plan(2, 1.0, False, 3)
+    assert plan(replace(spec, worker_cpus=1.5), 4, owner=True) == Plan(2, 1.5, True, 2)
+    assert plan(replace(spec, worker_cpus=3.0), 4, owner=True) == Plan(1, 3.0, True, 1)
+
+
+def test_a_number_that_was_given_is_the_number() -> None:
+    assert plan(replace(SPEC, workers=3), 4, owner=False) == Plan(3, 0.75, False, 3)
 
 
 def test_two_workers_an_owner_and_the_trainer_fit_two_cpus() -> None:

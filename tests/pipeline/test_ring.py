@@ -185,6 +185,90 @@ def test_address_of_something_else_is_refused(ring: Ring) -> None:
                 Ring.attach(wrong)
 
 
+def test_a_ring_grows_while_steps_are_under_way() -> None:
+    ring = Ring.create(2, 5000, most=7)
+    ring.enter(0)
+    ring.enter(1)
+    early = [claim(ring), claim(ring)]
+    assert ring.claim(0) is Blocked.SLOT
+    worker = Ring.attach(ring.address)
+    assert (worker.depth, worker.capacity) == (2, 7)
+    ring.grow(5)
+    assert worker.depth == ring.depth == 5
+    # Step 2 lives in slot 2 from now on; 0 and 1 stay where they are, and are given back there.
+    later = [claim(worker, 1) for _ in range(3)]
+    assert [(made.step, made.slot) for made in (*early, *later)] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4)]
+    assert worker.claim(1) is Blocked.SLOT
+    for made in (*early, *later):
+        worker.payload(made.slot)[:] = made.step
+        worker.ready(0 if made in early else 1, made, items=1, epoch=0, hashes={"fill": made.step})
+    ring.grow(7)
+    for step in range(5):
+        ready = ring.lease(step)
+        assert (ring.payload(ready.slot) == step).all()
+        assert ready.hashes["fill"] == step
+        ring.release(step)
+    assert (claim(ring).step, ring.slot_of(5), ring.slot_of(4), ring.slot_of(0)) == (5, 5, 4, 0)
+    assert ring.counts() == {"free": 6, "filling": 1, "ready": 0, "leased": 0, "redo": 0}
+    worker.close()
+    ring.close()
+
+
+def test_growth_wakes_who_waits_for_a_slot(spawn: Any) -> None:
+    ring = Ring.create(1, 100, most=3)
+    spawn(functions.fill_ring, ring.address, 0, 0.0)
+    until(lambda: ring.counts()["ready"] == 1)
+    ring.grow(3)
+    until(lambda: ring.counts()["ready"] == 3 or ring.counts()["ready"] == 2 and ring.next_step == 2)
+    ring.close()
+
+
+def test_growth_that_cannot_be_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = Ring.create(2, 100, most=30)
+    for depth in (1, 2, 31):
+        with pytest.raises(RingError, match=f"a ring of 2 slots cannot grow to {depth}"):
+            ring.grow(depth)
+    monkeypatch.setattr(shared, "available_memory", lambda: 3 * 4096)
+    ring.grow(5)
+    with pytest.raises(RingError, match="no memory for 9 slots"):
+        ring.grow(9)
+    assert ring.depth == 5
+    for depth in range(6, 20):
+        ring.grow(depth)
+    with pytest.raises(RingError, match="15 times before"):
+        ring.grow(20)
+    ring.close()
+
+
+def test_memory_is_taken_for_slots_in_use_and_for_all_when_somebody_may_lock_them() -> None:
+    ring = Ring.create(2, 1 << 20, most=10)
+
+    def mib() -> int:
+        return os.fstat(ring.address.memory_fd).st_blocks * 512 >> 20
+
+    assert mib() == 2
+    ring.grow(5)
+    assert mib() == 5
+    assert ring.memory.nbytes == 10 << 20
+    assert mib() == 10
+    ring.close()
+
+
+def test_a_retired_worker_finishes_what_it_makes_and_ends(ring: Ring) -> None:
+    ring.enter(0)
+    ring.enter(1)
+    first = claim(ring, 0)
+    ring.retire(0)
+    ring.retire(2)
+    ring.ready(0, first, items=1, epoch=0, hashes={})
+    assert ring.claim(0) is Blocked.STOP
+    assert claim(ring, 1).step == 1
+    ring.leave(0)
+    assert ring.ended(3) == [1, 0, 0]
+    ring.enter(2)  # it was told before it came
+    assert ring.claim(2) is Blocked.STOP
+
+
 def test_version_is_checked(ring: Ring) -> None:
     ring._header[0]["version"] = 99
     with pytest.raises(RingError, match="not a ring of this version"):
@@ -334,7 +418,8 @@ class SlotLife(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ring = Ring.create(3, 16)
+        self.ring = Ring.create(2, 16, most=9)
+        self.slots: dict[int, int] = {}
         self.dead = dead_process()
         self.claims: dict[int, Claim] = {}
         self.leased: list[int] = []
@@ -354,6 +439,7 @@ class SlotLife(RuleBasedStateMachine):
             assert found.step >= len(self.delivered)
             self.ring.payload(found.slot)[0] = found.step % 251
             self.claims[row] = found
+            assert found.slot == self.slots.setdefault(found.step, found.slot), "a step keeps its slot"
         else:
             assert found is Blocked.SLOT
 
@@ -368,6 +454,11 @@ class SlotLife(RuleBasedStateMachine):
         lost = self.claims.pop(row, None)
         assert self.ring.reclaim(row, self.dead) == (lost.step if lost else None)
         self.ring.enter(row)
+
+    @precondition(lambda self: self.ring.depth < 9)
+    @rule(more=st.integers(1, 7))
+    def grow(self, more: int) -> None:
+        self.ring.grow(min(9, self.ring.depth + more))
 
     @precondition(lambda self: self.ring.is_ready(len(self.delivered)))
     @rule()
@@ -387,7 +478,7 @@ class SlotLife(RuleBasedStateMachine):
     @invariant()
     def slots_are_accounted_for(self) -> None:
         counts = self.ring.counts()
-        assert sum(counts.values()) == 3
+        assert sum(counts.values()) == self.ring.depth
         assert counts["filling"] == len(self.claims)
         assert counts["leased"] == len(self.leased)
         outstanding = counts["filling"] + counts["ready"] + counts["redo"]
