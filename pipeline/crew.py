@@ -126,7 +126,10 @@ class Crew:
     @property
     def all_started(self) -> bool:
         """Whether all of them have entered the ring."""
-        return all(member.process is not None for member in self._members if not (member.over or member.retired))
+        mine = [member for member in self._members if not (member.over or member.retired)]
+        for member in mine:
+            self._meet(member)
+        return all(member.process is not None for member in mine)
 
     def resize(self, workers: int) -> None:
         """Have so many workers: start some, or tell the newest to end when they have made what they are making."""
