@@ -123,6 +123,10 @@ class FeedConfig(_Model):
     depth: int | Literal["auto"] = Field(
         default="auto", ge=1, le=1024, description="auto or an integer from 1 to 1024: batches in the ring"
     )
+    threads: int | Literal["auto"] = Field(
+        default=0, ge=0, le=64, description="auto or an integer from 0 to 64: with engine: inline, threads that make "
+        "batches ahead; 0: each is made when it is asked for",
+    )  # fmt: skip
     topology: Literal["fused", "split"] = _choice(
         "fused", "fused (each worker reads for itself) or split (one process reads for all of them)"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from pipeline.maker import BatchMaker, LocalReader, Probe, Slot, stream_of
 from pipeline.ring import POLL_S, Blocked, Ready, Ring
 from pipeline.shared import RingError
 from pipeline.spec import FeedSpec
+from pipeline.threads import ThreadCrew
 from pipeline.worker import open_data
 from profiler.events import Flag, Kind, Stage
 from profiler.osread import available_memory
@@ -133,35 +135,26 @@ class InlineEngine:
         self._source.close()
 
 
-class CrewEngine:
-    """Worker processes fill the ring; the consumer waits, and looks after them while it does.
+class AheadEngine:
+    """A crew fills the ring; the consumer waits, and looks after it while it does.
 
     Parameters
     ----------
-    launch: makes the launcher for the ring that was made here.
-    workers: to begin with; most: how many there may come to be, where ``spec.workers`` is auto.
+    gather: makes the crew for the ring that was made here.
+    workers: to begin with; most: how many there may come to be.
     """
 
     def __init__(
-        self, spec: FeedSpec, probed: Probe, recorder: Recorder, launch: Any, workers: int, most: int = 0
+        self, spec: FeedSpec, probed: Probe, recorder: Recorder, gather: Callable[[Ring], Any], workers: int, most: int
     ) -> None:
         self._recorder, self._phase = recorder, spec.phase
         with contextlib.ExitStack() as stack:
             self.ring, self.slots = _ring(spec, probed, workers)
             stack.callback(self.ring.close)
-            launcher: Launcher = launch(self.ring.address)
-            stack.callback(launcher.close)
-            stream = stream_of(spec, probed.records)
-
-            def batch_of(step: int) -> dict[str, Any]:
-                items = stream.at(spec.place(step))
-                return {"epoch": int(items.epochs[0]), "records": [int(items.records[0]), int(items.records[-1])]}
-
-            self._crew = Crew(self.ring, spec, launcher, workers, recorder, batch_of)
+            self._crew = gather(self.ring)
+            fewest = workers if most <= workers else 1
             self._tuner = adaptive.Tuner(
-                adaptive.Limits(
-                    (1, max(most, workers)) if spec.workers == "auto" else (workers, workers), (self.ring.depth, self.ring.capacity)
-                )
+                adaptive.Limits((fewest, max(most, workers)), (self.ring.depth, self.ring.capacity))
             )
             self._tuner.wait(2 * self.ring.depth)
             stack.pop_all()
@@ -228,6 +221,47 @@ class CrewEngine:
             stack.callback(self.ring.close)
             self.ring.stop()
             self._crew.close()
+
+
+class CrewEngine(AheadEngine):
+    """Worker processes fill the ring. ``launch`` makes the launcher for the ring's address."""
+
+    def __init__(
+        self, spec: FeedSpec, probed: Probe, recorder: Recorder, launch: Any, workers: int, most: int = 0
+    ) -> None:
+        stream = stream_of(spec, probed.records)
+
+        def batch_of(step: int) -> dict[str, Any]:
+            items = stream.at(spec.place(step))
+            return {"epoch": int(items.epochs[0]), "records": [int(items.records[0]), int(items.records[-1])]}
+
+        def gather(ring: Ring) -> Crew:
+            with contextlib.ExitStack() as stack:
+                launcher: Launcher = launch(ring.address)
+                stack.callback(launcher.close)
+                crew = Crew(ring, spec, launcher, workers, recorder, batch_of)
+                stack.pop_all()
+            return crew
+
+        super().__init__(spec, probed, recorder, gather, workers, most if spec.workers == "auto" else workers)
+
+
+class ThreadEngine(AheadEngine):
+    """Threads of this process fill the ring."""
+
+    def __init__(self, spec: FeedSpec, probed: Probe, recorder: Recorder) -> None:
+        most = len(os.sched_getaffinity(0)) if spec.threads == "auto" else spec.threads
+        begin = 1 if spec.threads == "auto" else spec.threads
+        super().__init__(
+            spec, probed, recorder, lambda ring: ThreadCrew(ring, spec, probed, begin, recorder), begin, most
+        )
+
+
+def engine_of(spec: FeedSpec, probed: Probe, recorder: Recorder) -> Engine:
+    """The engine that a feed asks for."""
+    if spec.engine == "ray":
+        return RayEngine(spec, probed, recorder)
+    return ThreadEngine(spec, probed, recorder) if spec.threads else InlineEngine(spec, probed, recorder)
 
 
 class RayEngine(CrewEngine):

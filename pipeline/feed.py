@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from pipeline import bad_records
 from pipeline.crew import FeedError
-from pipeline.engines import Engine, InlineEngine, RayEngine, start_depth
+from pipeline.engines import Engine, engine_of, start_depth
 from pipeline.maker import Slot, probe, stream_of
 from pipeline.ring import Ready
 from pipeline.spec import FeedSpec, Phase, feed_spec
@@ -325,8 +325,7 @@ class Feed:
         if self._closed:
             raise FeedError("this feed is closed", hint="open another one; state_dict() says where this one stood")
         if self._engine is None:
-            make = RayEngine if self.spec.engine == "ray" else InlineEngine
-            self._engine = make(self.spec, self.probe, self.recorder)
+            self._engine = engine_of(self.spec, self.probe, self.recorder)
         return self._engine
 
     def _count_time(self, engine: Engine, batch: Batch, began_ns: int) -> None:
@@ -367,8 +366,8 @@ class Feed:
     def _depth_now(self) -> int:
         if self._engine is not None:
             return self._engine.ring.depth
-        workers = 0 if self.spec.engine == "inline" else 2 if self.spec.workers == "auto" else self.spec.workers
-        return self._depth or start_depth(self.spec, workers)
+        workers = self.spec.workers if self.spec.engine == "ray" else self.spec.threads
+        return self._depth or start_depth(self.spec, 2 if workers == "auto" else workers)
 
     # -- position and figures --------------------------------------------------------------------------------
 

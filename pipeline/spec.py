@@ -64,6 +64,7 @@ class FeedSpec:
     start_step, stop_step: first step, and first step that is not made (None: endless).
     workers: processes that make batches; ``"auto"``: see :mod:`pipeline.adaptive`.
     depth: batches in the ring; ``"auto"``: see there.
+    threads: of this process that make batches ahead with the inline engine; 0: the consumer's makes each when asked.
     topology: ``"fused"``: each worker reads for itself; ``"split"``: one process of the node reads for all of them.
     worker_cpus: CPUs reserved with Ray for each worker.
     max_restarts: how many lost workers are replaced before the feed gives up.
@@ -99,6 +100,7 @@ class FeedSpec:
     engine: Literal["ray", "inline"] = "inline"
     workers: int | Literal["auto"] = "auto"
     depth: int | Literal["auto"] = 8
+    threads: int | Literal["auto"] = 0
     topology: Literal["fused", "split"] = "fused"
     start_step: int = 0
     stop_step: int | None = None
@@ -147,6 +149,15 @@ class FeedSpec:
             )
         if self.workers != "auto" and not 1 <= self.workers <= 256:
             raise UsageError("feed.workers is out of range", expected="auto or 1 to 256", found=self.workers)
+        if self.threads != "auto" and not 0 <= self.threads <= 64:
+            raise UsageError("feed.threads is out of range", expected="auto or 0 to 64", found=self.threads)
+        if self.threads and self.engine == "ray":
+            raise UsageError(
+                "feed.threads goes with feed.engine: inline",
+                expected="feed.threads: 0 with feed.engine: ray",
+                found=self.threads,
+                hint="feed.workers says how many processes make batches; one thread each is the fastest",
+            )
 
     @property
     def phase_number(self) -> int:
@@ -224,6 +235,7 @@ def feed_spec(
         workers=1 if test else feed.workers,
         depth=feed.depth if not test else 4 if feed.depth == "auto" else min(4, max(2, feed.depth)),
         topology="fused" if test else feed.topology,
+        threads=min(1, feed.threads) if test and feed.threads != "auto" else 1 if test else feed.threads,
         start_step=start_step,
         stop_step=stop_step,
         max_restarts=feed.max_restarts,

@@ -36,6 +36,8 @@ def split(run: Run) -> dict[str, Any]:
     rows, known = [], set()
     for process, said in sorted(run.processes.items(), key=lambda item: _place(item[1])):
         where = (str(said.get("host")), int(said.get("pid") or 0))
+        if where in known:
+            continue  # a thread that records for itself: the memory is its process's
         known.add(where)
         row = {"process": process, "name": said.get("name"), "role": said.get("role"), "pid": said.get("pid")}
         found = readings.get(where)

@@ -219,7 +219,7 @@ def test_growth_wakes_who_waits_for_a_slot(spawn: Any) -> None:
     spawn(functions.fill_ring, ring.address, 0, 0.0)
     until(lambda: ring.counts()["ready"] == 1)
     ring.grow(3)
-    until(lambda: ring.counts()["ready"] == 3 or ring.counts()["ready"] == 2 and ring.next_step == 2)
+    until(lambda: ring.counts()["ready"] == 3 or (ring.counts()["ready"] == 2 and ring.next_step == 2))
     ring.close()
 
 
