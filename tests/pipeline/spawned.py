@@ -12,6 +12,7 @@ from pipeline.maker import Probe
 from pipeline.ring import RingAddress
 from pipeline.spec import FeedSpec
 from pipeline.worker import work
+from tests.pipeline import functions
 
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -70,3 +71,37 @@ class SpawnLauncher:
 
     def close(self) -> None:
         self.closed = True
+
+
+class FillingJob:
+    """A process that fills slots with the number of their step: a worker that starts in no time."""
+
+    def __init__(self, address: RingAddress, row: int) -> None:
+        self.process = _SPAWN.Process(target=functions.fill_ring, args=(address, row, 0.002), daemon=True)
+        self.process.start()
+        self.asked = 0  # how often for its outcome
+
+    def outcome(self, timeout_s: float = 0.0) -> Outcome | None:
+        self.asked += 1
+        self.process.join(timeout_s)
+        code = self.process.exitcode
+        return None if code is None else Outcome("done" if code == 0 else "lost", text=str(code))
+
+    def discard(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+class FillingLauncher:
+    def __init__(self, address: RingAddress) -> None:
+        self.address, self.jobs = address, list[FillingJob]()
+
+    def launch(self, row: int) -> FillingJob:
+        self.jobs.append(FillingJob(self.address, row))
+        return self.jobs[-1]
+
+    def describe(self, row: int) -> str:
+        return f"worker {row + 1}"
+
+    def close(self) -> None:
+        pass

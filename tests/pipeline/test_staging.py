@@ -72,6 +72,10 @@ class Producer:
 
     def warm_up(self, *_arguments: Any) -> None: ...
 
+    def delivered(self, ready: Ready, **_times: int) -> None: ...
+
+    def tuning(self) -> None: ...
+
     def close(self) -> None:
         self._ended = True
         self._thread.join()

@@ -19,7 +19,7 @@ from pipeline.spec import FeedSpec, TransformSpec
 from pipeline.transforms import TransformError
 from profiler import report, store
 from profiler.errors import StallscopeError, UsageError
-from profiler.events import Stage
+from profiler.events import Kind, Stage
 from profiler.recorder import Recorder
 
 DB = "tests/data/db"
@@ -168,7 +168,7 @@ def test_threads_have_lanes_of_their_own_and_the_consumers_steps_stay_whole(tmp_
                 next(feed)
     run = store.load_run(tmp_path)
     rows = run.events.to_pylist()
-    made = [(row["step"], row["actor"]) for row in rows if row["stage"] == Stage.BATCH]
+    made = [(row["step"], row["actor"]) for row in rows if (row["stage"], row["kind"]) == (Stage.BATCH, Kind.SPAN)]
     assert sorted(step for step, _ in made) == list(range(60))
     assert {actor for _, actor in made} <= {1, 2}
     assert {row["stage"] for row in rows if row["actor"] == 0} == {Stage.STEP, Stage.FEED_WAIT, Stage.RELEASE}
@@ -206,9 +206,9 @@ def test_auto_settles_between_one_and_the_cpus(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(UsageError, match="feed.threads goes with feed.engine: inline"):
+    with pytest.raises(UsageError, match=r"feed\.threads goes with feed\.engine: inline"):
         replace(SPEC, engine="ray", threads=2)
-    with pytest.raises(UsageError, match="feed.threads is out of range"):
+    with pytest.raises(UsageError, match=r"feed\.threads is out of range"):
         replace(SPEC, threads=65)
 
 

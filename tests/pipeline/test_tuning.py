@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -14,7 +13,6 @@ import pytest
 
 from pipeline import adaptive
 from pipeline.adaptive import Decision, Look, Tuner
-from pipeline.crew import Outcome
 from pipeline.engines import CrewEngine
 from pipeline.feed import Feed
 from pipeline.maker import Probe, probe
@@ -23,47 +21,13 @@ from pipeline.spec import FeedSpec, TransformSpec
 from pipeline.worker import open_data
 from profiler import report, store
 from profiler.recorder import NULL, Recorder
-from tests.pipeline import functions
-from tests.pipeline.spawned import SpawnLauncher
+from tests.pipeline.spawned import FillingLauncher, SpawnLauncher
 
 MNIST = "tests/data/db/mnist_test_lmdb"
 SPEC = FeedSpec(
     MNIST, 16, shuffle="full", seed=4, depth=4, fingerprints="step", poison=True,
     transform=TransformSpec(crop=20, mirror=True, python="tests.pipeline.functions:slow"),
 )  # fmt: skip
-_SPAWN = multiprocessing.get_context("spawn")
-
-
-class FillingJob:
-    """A process that fills slots with the number of their step: a worker that starts in no time."""
-
-    def __init__(self, address: RingAddress, row: int) -> None:
-        self.process = _SPAWN.Process(target=functions.fill_ring, args=(address, row, 0.002), daemon=True)
-        self.process.start()
-
-    def outcome(self, timeout_s: float = 0.0) -> Outcome | None:
-        self.process.join(timeout_s)
-        code = self.process.exitcode
-        return None if code is None else Outcome("done" if code == 0 else "lost", text=str(code))
-
-    def discard(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-
-class FillingLauncher:
-    def __init__(self, address: RingAddress) -> None:
-        self.address, self.jobs = address, list[FillingJob]()
-
-    def launch(self, row: int) -> FillingJob:
-        self.jobs.append(FillingJob(self.address, row))
-        return self.jobs[-1]
-
-    def describe(self, row: int) -> str:
-        return f"worker {row + 1}"
-
-    def close(self) -> None:
-        pass
 
 
 def probed(spec: FeedSpec) -> Probe:
