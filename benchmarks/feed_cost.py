@@ -35,7 +35,7 @@ from pipeline.spec import FeedSpec, TransformSpec
 
 SAMPLE_MS = 2.0
 SPEC = FeedSpec(
-    "memory:records=10000,shape=1x8x8,seed=3", 16, shuffle="full", seed=1, engine="ray", workers=4, depth=16,
+    "memory:records=10000,shape=1x8x8,seed=3", 16, shuffle="full", seed=1, engine="ray", workers=2, depth=16,
     worker_cpus=0.1, transform=TransformSpec(python="benchmarks.feed_cost:emulated_decode"),
 )  # fmt: skip
 SWEEPS: dict[str, list[dict[str, Any]]] = {
