@@ -36,7 +36,7 @@ from pipeline.spec import FeedSpec, TransformSpec
 SAMPLE_MS = 2.0
 SPEC = FeedSpec(
     "memory:records=10000,shape=1x8x8,seed=3", 16, shuffle="full", seed=1, engine="ray", workers=2, depth=16,
-    worker_cpus=0.1, transform=TransformSpec(python="benchmarks.feed_cost:emulated_decode"),
+    worker_cpus=0.1, start_timeout_s=300, transform=TransformSpec(python="benchmarks.feed_cost:emulated_decode"),
 )  # fmt: skip
 SWEEPS: dict[str, list[dict[str, Any]]] = {
     "workers": [{"workers": n} for n in (1, 2, 4, 8)],

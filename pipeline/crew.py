@@ -283,13 +283,15 @@ class Crew:
             member.over = True
             self._members.remove(member)
             if step < 0:
-                return  # it held nothing, and nobody is to take its place
+                return  # it held nothing
         status = status or text or "unknown"
         batch, meaning = self._batch_of(step) if step >= 0 else {}, _meaning(status)
         self.recorder.note(
             "worker_lost", worker=member.row + 1, actor=self.spec.first_actor + member.row, pid=pid, lost_pid=pid,
             how=how, exit=status, meaning=meaning, step=step, **batch,
         )  # fmt: skip
+        if member.retired:
+            return  # nobody takes its place
         self.restarts += 1
         if self.restarts > self.spec.max_restarts:
             member.over = True
@@ -300,8 +302,6 @@ class Crew:
                 found=f"{self.restarts}; this one {how}: {status}" + (f" ({meaning})" if meaning else ""),
                 hint=_hint(status),
             )
-        if member.retired:
-            return
         member.job = self.launcher.launch(member.row)
         member.started_s, member.lost_ns = time.monotonic(), lost_ns
 

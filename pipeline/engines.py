@@ -197,7 +197,11 @@ class AheadEngine:
             except RingError as error:  # it goes on with the slots that it has
                 tuner.refused(workers=decision.workers, depth=self.ring.depth, why=error.what)
         crew.resize(decision.workers)
-        self._recorder.note("feed_tuned", phase=self._phase, **tuner.decisions[-1])
+        made = tuner.decisions[-1]
+        settings = f"{made['workers']} workers and {made['depth']} slots"
+        text = f"From step {made['step']} on the {self._phase} feed has {settings}"
+        text += f" ({'final' if made['final'] else 'before: {workers} and {depth}'.format(**made['before'])})"
+        self._recorder.note("feed_tuned", phase=self._phase, text=f"{text}: {made['reason']}.", **made)
 
     def tuning(self) -> dict[str, Any] | None:
         tuner = self._tuner

@@ -238,6 +238,8 @@ def _notes(run: Run) -> list[Finding]:
         grave = any(word in kind for word in ("error", "lost", "bad", "fail", "timeout"))
         who = note.get("process") or note.get("name") or "?"
         text = f"{kind.replace('_', ' ')} ({who}){': ' + fields if fields else ''}"
+        if kind == "feed_tuned":
+            text = str(note.get("text"))
         step = note.get("step")
         found.append(Finding(kind, "warning" if grave else "info", text, step if isinstance(step, int) else None))
     if len(found) > _MANY:

@@ -103,8 +103,12 @@ def test_workers_come_and_go_and_every_step_is_made_once_in_order(
     assert [note["workers"] for note in notes] == [3, 1, 2, 2]
     assert [note["step"] for note in notes] == sorted(note["step"] for note in notes)
     found = [finding.text for finding in report.build(run).findings if finding.kind == "feed_tuned"]
-    assert len(found) == 4
-    assert all("the script says so" in text for text in found)
+    assert [text.partition(" on the TRAIN feed has ")[2] for text in found] == [
+        "3 workers and 5 slots (before: 1 and 4): the script says so.",
+        "1 workers and 9 slots (before: 3 and 5): the script says so.",
+        "2 workers and 9 slots (before: 1 and 9): the script says so.",
+        "2 workers and 9 slots (final): the script says so.",
+    ]
 
 
 def test_a_worker_that_was_sent_away_and_dies_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
