@@ -111,6 +111,8 @@ class Ring:
         self.address = address
         self._memory, self._ready, self._free = fds
         self.lock = RecordLock(self._memory, patient=not created)
+        self._sleep: select.poll | None = None
+        self._also: tuple[int, ...] = ()
         self._map = mmap.mmap(self._memory, address.nbytes)
         self._header = np.frombuffer(self._map, layout.HEADER, 1)[0:1]
         if created:
@@ -367,10 +369,11 @@ class Ring:
 
     def wait_ready(self, timeout_s: float = POLL_S, *, also: tuple[int, ...] = ()) -> None:
         """Sleep until a batch may have become ready, or a descriptor in ``also`` is readable."""
-        poll = select.poll()
-        for fd in (self._ready, *also):
-            poll.register(fd, select.POLLIN)
-        poll.poll(timeout_s * 1e3)
+        if self._sleep is None or also != self._also:  # by numbers: kept from one wait to the next
+            self._sleep, self._also = select.poll(), also
+            for fd in (self._ready, *also):
+                self._sleep.register(fd, select.POLLIN)
+        self._sleep.poll(timeout_s * 1e3)
         drain(self._ready)
 
     def reclaim(self, row: int, process: Process) -> int | None:
