@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.crew import Job, Outcome
+from pipeline import remote
+from pipeline.crew import FeedError, Job, Outcome
 from pipeline.maker import Probe
-from pipeline.placement import OWNER_CPUS, Plan
+from pipeline.placement import CARRIER_CPUS, OWNER_CPUS, Plan
 from pipeline.process import Process
 from pipeline.ring import RingAddress
 from pipeline.spec import FeedSpec
@@ -47,6 +48,20 @@ class WorkerActor:
     def run(self, address: RingAddress, spec: FeedSpec, probed: Probe, row: int, owner: Any) -> int:
         """See :func:`pipeline.worker.work`. ``owner`` is an OwnerActor's handle, None where each reads for itself."""
         return work(address, spec, probed, row, None if owner is None else RemoteReader(owner))
+
+
+class CarrierActor:
+    """Brings batches from a maker on another node into the ring of this one; stays in one call, as a worker does."""
+
+    def run(self, address: RingAddress, spec: FeedSpec, probed: Probe, row: int, node: str) -> int:
+        """See :mod:`pipeline.remote`. ``node``: Ray's number of the node where batches are made."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        options = {"num_cpus": spec.worker_cpus, "scheduling_strategy": there, "max_restarts": 0}
+        maker: Any = ray.remote(remote.MakerActor).options(**options).remote(spec, probed, spec.detail)
+        return work(address, spec, probed, row, asks=lambda recorder: remote.Carried(maker, probed, recorder))
 
 
 class OwnerActor:
@@ -136,10 +151,19 @@ class RayLauncher:
     def launch(self, row: int) -> Job:
         import ray
 
+        if row < self._spec.remote_workers:
+            nodes = other_nodes()
+            if not nodes:
+                raise FeedError("no node is left for the remote workers of the feed", hint="ray status shows the nodes")
+            node = nodes[row % len(nodes)]["NodeID"]
+            carrier: Any = ray.remote(CarrierActor).options(**_here(CARRIER_CPUS), max_restarts=0).remote()
+            return RayJob(carrier, carrier.run.remote(self._address, self._spec, self._probe, row, node))
         actor: Any = ray.remote(WorkerActor).options(**_here(self._plan.worker_cpus), max_restarts=0).remote()
         return RayJob(actor, actor.run.remote(self._address, self._spec, self._probe, row, self._owner))
 
     def describe(self, row: int) -> str:
+        if row < self._spec.remote_workers:
+            return f"worker {row + 1} ({self._spec.worker_cpus:g} CPU on another node)"
         return f"worker {row + 1} ({self._plan.worker_cpus:g} CPU)"
 
     def close(self) -> None:
@@ -176,6 +200,8 @@ class RayJob:
             ray.get(self._call)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
+            if isinstance(cause, ray.exceptions.RayActorError):
+                return Outcome("lost", text="the maker of its batches, on another node, is gone")
             if isinstance(cause, StallscopeError):
                 return Outcome("error", cause)
             text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
@@ -192,6 +218,24 @@ class RayJob:
         import ray
 
         ray.kill(self._actor)
+
+
+def other_nodes() -> list[dict[str, Any]]:
+    """The nodes of the cluster that are up, without the one this process runs on, in a settled order."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    nodes = (node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here)
+    return sorted(nodes, key=lambda node: str(node["NodeID"]))
+
+
+def object_store_bytes() -> int:
+    """What the object store of this node holds."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    resources = (node["Resources"] for node in ray.nodes() if node["NodeID"] == here)
+    return int(next((found.get("object_store_memory", 0) for found in resources), 0))
 
 
 def node_cpus() -> float:

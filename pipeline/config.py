@@ -130,6 +130,7 @@ class FeedConfig(_Model):
     topology: Literal["fused", "split"] = _choice(
         "fused", "fused (each worker reads for itself) or split (one process reads for all of them)"
     )
+    remote_workers: int = _integer(0, 0, 256, "workers on other nodes of the cluster, besides those on the trainer's")
     max_restarts: int = _integer(3, 0, 1000, "how many lost workers are replaced")
     stall_timeout_s: float = _number(60.0, 0.1, 86_400, "seconds without any progress before the job gives up")
     pixels: Literal["float32", "uint8"] = _choice(

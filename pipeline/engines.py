@@ -277,9 +277,11 @@ class RayEngine(CrewEngine):
         with contextlib.ExitStack() as stack:
             stack.enter_context(ray_runtime.running())
             plan = placement.plan(spec, actors.node_cpus(), owner=spec.topology == "split")
+            others = [float(node["Resources"].get("CPU", 0)) for node in actors.other_nodes()]
+            placement.check_remote(spec, others, probed.layout.nbytes, actors.object_store_bytes())
             super().__init__(
-                spec, probed, recorder, lambda address: actors.RayLauncher(spec, probed, address, plan), plan.workers,
-                plan.most,
+                spec, probed, recorder, lambda address: actors.RayLauncher(spec, probed, address, plan),
+                plan.carriers + plan.workers, plan.carriers + plan.most,
             )  # fmt: skip
             self._runtime = stack.pop_all()
 

@@ -9,22 +9,26 @@ from pipeline.spec import FeedSpec
 
 TRAINER_CPUS = 0.25
 """The trainer is no actor and reserves nothing with Ray; this share is kept free for it."""
-OWNER_CPUS = 0.1
+OWNER_CPUS = CARRIER_CPUS = 0.1
+_PARCELS = 2
+"""Batches of each remote worker that the object store of the trainer's node has to have room for."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """Workers and reserved CPUs of one feed. ``owner`` is the process that reads for all (``topology: split``);
-    ``most``: how many workers it may come to have, 0: those."""
+    ``most``: how many workers it may come to have, 0: those. ``carriers`` bring batches from other nodes."""
 
     workers: int
     worker_cpus: float
     owner: bool
     most: int = 0
+    carriers: int = 0
 
     @property
     def cpus(self) -> float:
-        return self.workers * self.worker_cpus + (OWNER_CPUS if self.owner else 0.0) + TRAINER_CPUS
+        others = (OWNER_CPUS if self.owner else 0.0) + self.carriers * CARRIER_CPUS + TRAINER_CPUS
+        return self.workers * self.worker_cpus + others
 
 
 def plan(spec: FeedSpec, node_cpus: float, *, owner: bool) -> Plan:
@@ -34,17 +38,21 @@ def plan(spec: FeedSpec, node_cpus: float, *, owner: bool) -> Plan:
     are CPUs, fewer where the sum does not fit (:mod:`pipeline.adaptive` decides).
     Raises :class:`FeedError` with the sum where it does not fit.
     """
-    fits = int((node_cpus - TRAINER_CPUS - (OWNER_CPUS if owner else 0)) / spec.worker_cpus + 1e-9)
+    carriers = spec.remote_workers
+    others = Plan(0, spec.worker_cpus, owner, carriers=carriers).cpus
+    fits = int((node_cpus - others) / spec.worker_cpus + 1e-9)
     if spec.workers == "auto":
         most = max(1, min(fits, int(node_cpus)))
         workers = max(1, min(most, 2, int(node_cpus) - 1))
     else:
         workers = most = spec.workers
-    result = Plan(workers, spec.worker_cpus, owner, most)
+    result = Plan(workers, spec.worker_cpus, owner, most, carriers)
     if result.cpus > node_cpus + 1e-9:
         terms = [f"{workers} workers x {spec.worker_cpus:g}"]
         if owner:
             terms.append(f"reader {OWNER_CPUS:g}")
+        if carriers:
+            terms.append(f"{carriers} carriers x {CARRIER_CPUS:g}")
         terms.append(f"trainer {TRAINER_CPUS:g}")
         raise FeedError(
             "the feed needs more CPUs than this node has",
@@ -53,3 +61,30 @@ def plan(spec: FeedSpec, node_cpus: float, *, owner: bool) -> Plan:
             hint=f"feed.workers: auto, or at most {fits}" if fits >= 1 else "feed.engine: inline needs no extra CPU",
         )
     return result
+
+
+def check_remote(spec: FeedSpec, cpus: list[float], slot_bytes: int, store_bytes: int) -> None:
+    """Refuse remote workers that would wait for ever: for a node, for CPUs, or for room in the object store.
+
+    cpus: of each other node. slot_bytes: of a batch. store_bytes: of the object store of the trainer's node.
+    """
+    wanted = spec.remote_workers
+    if not wanted:
+        return
+    room = sum(int(count / spec.worker_cpus + 1e-9) for count in cpus)
+    if room < wanted:
+        raise FeedError(
+            "the other nodes of the cluster cannot hold the feed's remote workers",
+            expected=f"{wanted} x {spec.worker_cpus:g} CPUs on nodes other than the trainer's",
+            found=f"{len(cpus)} other nodes"
+            + (f" with {', '.join(f'{count:g}' for count in cpus)} CPUs" if cpus else ""),
+            hint=f"feed.remote_workers: {room}" if room else "join a cluster of several nodes with --address auto",
+        )
+    need = wanted * _PARCELS * slot_bytes
+    if need > store_bytes:
+        raise FeedError(
+            "batches of remote workers do not fit into Ray's object store of the trainer's node",
+            expected=f"{wanted} workers x {_PARCELS} batches x {slot_bytes} bytes = {need} bytes",
+            found=f"{store_bytes} bytes",
+            hint="fewer feed.remote_workers, a smaller batch, or ray start --object-store-memory",
+        )

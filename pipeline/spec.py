@@ -66,6 +66,7 @@ class FeedSpec:
     depth: batches in the ring; ``"auto"``: see there.
     threads: of this process that make batches ahead with the inline engine; 0: the consumer's makes each when asked.
     topology: ``"fused"``: each worker reads for itself; ``"split"``: one process of the node reads for all of them.
+    remote_workers: processes on other nodes of the cluster that make batches, too, and send them as Ray objects.
     worker_cpus: CPUs reserved with Ray for each worker.
     max_restarts: how many lost workers are replaced before the feed gives up.
     stall_timeout_s: a worker that shows no sign of life for so long is killed and replaced.
@@ -102,6 +103,7 @@ class FeedSpec:
     depth: int | Literal["auto"] = 8
     threads: int | Literal["auto"] = 0
     topology: Literal["fused", "split"] = "fused"
+    remote_workers: int = 0
     start_step: int = 0
     stop_step: int | None = None
     max_restarts: int = 3
@@ -142,6 +144,11 @@ class FeedSpec:
                 expected="on_bad_record: stop or skip, or feed.pixels: float32",
                 hint="a sample of zeros is one after mean and scale, which a slot of pixels comes before",
             )
+        if self.remote_workers and self.engine == "inline":
+            raise UsageError(
+                "feed.remote_workers needs feed.engine: ray", expected="feed.engine: ray, or no remote workers",
+                found=f"{self.remote_workers} with feed.engine: inline",
+            )  # fmt: skip
         if self.topology == "split" and self.engine == "inline":
             raise UsageError(
                 "feed.topology: split has nothing to split with feed.engine: inline",
@@ -235,6 +242,7 @@ def feed_spec(
         workers=1 if test else feed.workers,
         depth=feed.depth if not test else 4 if feed.depth == "auto" else min(4, max(2, feed.depth)),
         topology="fused" if test else feed.topology,
+        remote_workers=0 if test else feed.remote_workers,
         threads=min(1, feed.threads) if test and feed.threads != "auto" else 1 if test else feed.threads,
         start_step=start_step,
         stop_step=stop_step,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pipeline.maker import BatchMaker, LocalReader, Probe, Reader
+from pipeline.maker import BatchMaker, LocalReader, Made, Probe, Reader, Slot
 from pipeline.process import Process
 from pipeline.remarks import noted
 from pipeline.ring import Blocked, Claim, Ring, RingAddress
@@ -26,10 +26,21 @@ if TYPE_CHECKING:
 _UNCHANGED = TransformSpec()
 
 
+class Maker(Protocol):
+    """What makes batches: a BatchMaker, or what asks another node for them."""
+
+    def warm_up(self) -> None: ...
+
+    def make(self, step: int, slot: Slot, *, index: int = -1, flags: int = 0) -> Made: ...
+
+
 def work(
-    address: RingAddress, spec: FeedSpec, probed: Probe, row: int, reader: Reader | None = None
+    address: RingAddress, spec: FeedSpec, probed: Probe, row: int, reader: Reader | None = None,
+    asks: Callable[[Recorder], Maker] | None = None,
 ) -> int:  # fmt: skip
     """Fill slots of the ring at ``address`` as worker ``row``; returns how many batches were made.
+
+    It makes them itself, from a data set that it opens or through ``reader``, or asks what ``asks`` gives for them.
 
     Ends when every step is made, when the ring is closed or when the trainer's process is gone. An error of a record
     leaves as the exception it is; the steps before it are in the ring and are not lost.
@@ -43,10 +54,15 @@ def work(
         stack.callback(ring.close)
         stack.enter_context(threadpoolctl.threadpool_limits(1))
         recorder = stack.enter_context(recording(spec, row))
-        if reader is None:
+        if reader is None and asks is None:
             reader = LocalReader(stack.enter_context(contextlib.closing(open_data(spec))))
         with recorder.span(Stage.START):
-            maker = BatchMaker(spec, probed, reader, recorder)
+            maker: Maker
+            if asks is not None:
+                maker = asks(recorder)
+            else:
+                assert reader is not None
+                maker = BatchMaker(spec, probed, reader, recorder)
             maker.warm_up()
             slots = [probed.layout.views(ring.payload(index)) for index in range(ring.capacity)]
         ring.enter(row)
