@@ -114,9 +114,7 @@ def test_a_busy_machine_gets_no_more_workers() -> None:
     decision = decide([look], LIMITS)
     assert (decision.workers, decision.depth) == (1, 4)
     assert "no CPU is idle" in decision.reason
-    assert not decide(
-        [look, look], LIMITS
-    ).settled  # busy with the start of the job, perhaps
+    assert not decide([look, look], LIMITS).settled  # busy with the start of the job, perhaps
     assert decide([look, look, replace(look, idle_cpus=2.0)], LIMITS).workers > 1
     last = decide([look] * MOST_LOOKS, LIMITS)
     assert (last.workers, last.settled) == (1, True)
