@@ -102,11 +102,10 @@ def measure(spec: FeedSpec, seconds: float, consumer_ms: float = 0.0) -> dict[st
     """
     with Feed.from_spec(spec) as feed:
         _settle(feed, spec)
-        in_feed = time.thread_time()  # what the counting costs stays out: it is done in a second part
         begun, process = time.perf_counter(), time.process_time()
         batches, in_feed = _consume(feed, seconds, consumer_ms)
         took, process = time.perf_counter() - begun, time.process_time() - process
-        with counted() as counts:
+        with counted() as counts:  # in a part of its own: counting costs time
             more, _ = _consume(feed, seconds / 2, consumer_ms)
         made = {
             "workers": spec.workers, "depth": spec.depth, "batch": spec.batch, "records": feed.records,
@@ -147,6 +146,24 @@ def _consume(feed: Feed, seconds: float, consumer_ms: float) -> tuple[int, float
     return batches, spent
 
 
+def bursts(spec: FeedSpec, seconds: float) -> dict[str, Any]:
+    """CPU time of a batch where many are taken at once: what the code costs, without what cold caches add to it."""
+    with Feed.from_spec(spec) as feed:
+        _settle(feed, spec)
+        batches, spent, until = 0, 0.0, time.perf_counter() + seconds
+        while time.perf_counter() < until or not batches:
+            while feed.stats()["slots"]["ready"] < feed.stats()["depth"] - 1 and spec.engine == "ray":
+                time.sleep(0.005)
+            next(feed).release()  # the first of them warms the caches
+            before = time.thread_time()
+            for _ in range(feed.stats()["depth"] - 2):
+                next(feed).release()
+            spent += time.thread_time() - before
+            batches += feed.stats()["depth"] - 2
+    return {"workers": spec.workers, "depth": spec.depth, "batches": batches,
+            "coordinator_us": round(spent / batches * 1e6, 1)}  # fmt: skip
+
+
 def sweep(changes: list[dict[str, Any]], base: FeedSpec, seconds: float) -> list[dict[str, Any]]:
     """A row for each change of the base; ``share``: samples/s of a worker as a share of the first row's."""
     rows = [measure(replace(base, **change), seconds) for change in changes]
@@ -155,10 +172,11 @@ def sweep(changes: list[dict[str, Any]], base: FeedSpec, seconds: float) -> list
 
 
 def run(sweeps: dict[str, list[dict[str, Any]]], base: FeedSpec, seconds: float) -> dict[str, Any]:
-    """All sweeps, and one feed whose consumer is the slower side."""
+    """All sweeps, one feed whose consumer is the slower side, and one that takes a full ring at once."""
     results = {name: sweep(changes, base, seconds) for name, changes in sweeps.items()}
     slowest = 2.5 * base.batch * SAMPLE_MS / (base.workers if isinstance(base.workers, int) else 1)
     results["consumer is slower"] = [measure(base, seconds, slowest)]
+    results["ring full"] = [bursts(base, seconds)]
     return results
 
 

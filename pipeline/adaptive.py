@@ -89,12 +89,13 @@ class Look:
 
 @dataclass(frozen=True)
 class Decision:
-    """The settings from now on, why, and whether they are final."""
+    """The settings from now on, why, whether they are final, and whether only a busy machine stood in the way."""
 
     workers: int
     depth: int
     reason: str
     settled: bool = False
+    busy: bool = False
 
 
 def depth_for(look: Look, workers: int) -> int:
@@ -112,9 +113,9 @@ def decide(looks: Sequence[Look], limits: Limits) -> Decision:
     before = looks[-2] if len(looks) > 1 else None
     new = _next(looks, limits)
     if len(looks) >= MOST_LOOKS and not new.settled:
-        return Decision(look.workers, look.depth, f"{MOST_LOOKS} looks are enough", settled=True)
+        return Decision(look.workers, look.depth, f"{MOST_LOOKS} looks are enough: {new.reason}", settled=True)
     same = (new.workers, new.depth) == (look.workers, look.depth)
-    if same and before is not None and (before.workers, before.depth) == (look.workers, look.depth):
+    if same and not new.busy and before is not None and (before.workers, before.depth) == (look.workers, look.depth):
         return replace(new, settled=True)  # twice the same answer
     return new
 
@@ -159,7 +160,8 @@ def _next(looks: Sequence[Look], limits: Limits) -> Decision:
         why = f"feed.workers is {most}"
     else:
         why = "more slots did not help" if useless else f"feed.depth is at most {limits.depth[1]}"
-    return Decision(look.workers, look.depth, f"{waits}: {services}; {why}")
+    busy = look.load > _LOADED and look.workers < most and look.idle_cpus < _IDLE  # others may be starting, too
+    return Decision(look.workers, look.depth, f"{waits}: {services}; {why}", busy=busy)
 
 
 def _quiet(looks: Sequence[Look], fewest: int, waits: str) -> Decision:

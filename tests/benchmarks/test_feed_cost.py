@@ -21,6 +21,9 @@ def test_every_sweep_gives_a_row_for_each_of_its_settings(monkeypatch: pytest.Mo
     monkeypatch.setattr(feed_cost, "SAMPLE_MS", 0.0)
     sweeps = {"batch": [{"batch": 1}, {"batch": 4}], "records": [{"source": "memory:records=1000,shape=1x8x8"}]}
     results = feed_cost.run(sweeps, TINY, 0.01)
+    (full,) = results.pop("ring full")
+    assert full["batches"] >= 1
+    assert full["coordinator_us"] > 0
     assert [len(rows) for rows in results.values()] == [2, 1, 1]
     for row in (row for rows in results.values() for row in rows):
         assert row["batches"] >= 1

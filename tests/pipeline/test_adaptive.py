@@ -114,7 +114,11 @@ def test_a_busy_machine_gets_no_more_workers() -> None:
     decision = decide([look], LIMITS)
     assert (decision.workers, decision.depth) == (1, 4)
     assert "no CPU is idle" in decision.reason
-    assert decide([look, look], LIMITS).settled
+    assert not decide([look, look], LIMITS).settled  # busy with the start of the job, perhaps
+    assert decide([look, look, replace(look, idle_cpus=2.0)], LIMITS).workers > 1
+    last = decide([look] * MOST_LOOKS, LIMITS)
+    assert (last.workers, last.settled) == (1, True)
+    assert "no CPU is idle" in last.reason
 
 
 def test_consumer_bound_stays_with_few() -> None:
@@ -261,7 +265,7 @@ def test_a_look_takes_a_quarter_of_a_second_at_least() -> None:
 
 def test_tuner_ends_and_nothing_is_changed_from_then_on() -> None:
     tuner = Tuner(LIMITS, idle_cpus=lambda: 0.0, clock=ticking(1.0))
-    (last,) = feed_tuner(tuner, 2 * LOOK_BATCHES)
+    (last,) = feed_tuner(tuner, MOST_LOOKS * LOOK_BATCHES)
     assert last.settled
     assert tuner.settled
     assert [made["final"] for made in tuner.decisions] == [True]
