@@ -25,6 +25,7 @@ Box = tuple[int, int, int, int]
 PADDING = 512
 """Bytes after the coded data that a block may look at before it is found to have run over."""
 _SOI, _EOI = b"\xff\xd8", 0xD9
+_LONGEST = 65_500
 _NOTHING = np.zeros((0, 0), np.uint8)
 _local = threading.local()
 _loaded = threading.Event()
@@ -86,7 +87,10 @@ def _segments(data: bytes | memoryview) -> Header | None:
             if not _split(payload, tables, huffman=False):
                 return None
         elif kind == 0xE0:
-            jfif = jfif or (len(payload) >= 14 and payload[:5] == b"JFIF\0")
+            if len(payload) >= 14 and payload[:5] == b"JFIF\0":
+                jfif = True
+                if payload[5] != 1:  # a version that is warned about
+                    return None
         elif kind == 0xEE:
             adobe = True
         elif kind == 0xDD:
@@ -123,13 +127,13 @@ def _plain(
     if len(frame) < 6 or frame[0] != 8:
         return None
     height, width, count = (frame[1] << 8) | frame[2], (frame[3] << 8) | frame[4], frame[5]
-    if not (height and width and count in (1, 3)) or len(frame) != 6 + 3 * count:
+    if not (0 < height <= _LONGEST and 0 < width <= _LONGEST and count in (1, 3)) or len(frame) != 6 + 3 * count:
         return None
     if len(scan) != 4 + 2 * count or scan[0] != count or scan[-3:] != b"\0\x3f\0":
         return None
     parts = [frame[6 + 3 * c : 9 + 3 * c] for c in range(count)]
     names = bytes(part[0] for part in parts)
-    if scan[1 : 1 + 2 * count : 2] != names:
+    if scan[1 : 1 + 2 * count : 2] != names or len(set(names)) != count:
         return None
     across, down = parts[0][1] >> 4, parts[0][1] & 15
     if (across, down) not in ((1, 1), (2, 1), (2, 2)) or any(part[1] != 0x11 for part in parts[1:]):

@@ -51,7 +51,9 @@ def _sum_of_sizes(builder, rows):
     total = _same(0)
     for row in rows:
         negative = builder.icmp_signed("<", row, _same(0))
-        total = builder.add(total, builder.select(negative, builder.sub(_same(0), row), row))
+        size = builder.select(negative, builder.sub(_same(0), row), row)
+        size = builder.select(builder.icmp_unsigned("<", size, _same(32767)), size, _same(32767))
+        total = builder.add(total, size)
     lanes = [builder.extract_element(total, _I32(lane)) for lane in range(8)]
     result = lanes[0]
     for lane in lanes[1:]:

@@ -87,7 +87,7 @@ def table(kind, counts, symbols, entries, strides, limits, offsets):
                     entries[rest] = entry if entry & 63 <= LOOK else _SLOW
             code, place = code + 1, place + 1
         limits[bits] = code  # codes of this length are below it
-        if code > 1 << bits or (counts[bits] and code == 1 << bits and bits == 16):
+        if counts[bits] and code >= 1 << bits:  # a code of ones alone is not allowed
             return False
         code <<= 1
     for first in range(1 << LOOK):
@@ -195,6 +195,8 @@ def scan(shape, used, window, kept, quantisers, entries, strides, limits, offset
                         return -1
                 taken = np.uint64(entry & 63)
                 dc[component] += entry >> 16
+                if abs(dc[component]) > 32767:
+                    return -1
                 bits <<= taken
                 n -= taken
                 coefficients[0] = dc[component] * np.int64(quantisers[factors, 0])
