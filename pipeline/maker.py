@@ -239,11 +239,12 @@ class BatchMaker:
             resize.prepare()
         if self._resized is not None:
             self._resized.warm_up(self.probe.layout.pixels)
-        shape, one = self.probe.record_shape, np.zeros(1, np.int64)
-        draws = philox.draw(0, 0, one, one, (one, one), mirror=True, random_crop=False)
-        self.transform.fill(
-            [np.zeros(shape, np.uint8)], draws, np.empty((1, *self.probe.sample_shape), self.probe.layout.pixels)
-        )
+        else:
+            shape, one = self.probe.record_shape, np.zeros(1, np.int64)
+            draws = philox.draw(0, 0, one, one, (one, one), mirror=True, random_crop=False)
+            self.transform.fill(
+                [np.zeros(shape, np.uint8)], draws, np.empty((1, *self.probe.sample_shape), self.probe.layout.pixels)
+            )
         if self._native is not None:
             self._native.warm_up(self.probe.layout)
         if self.spec.fingerprints != "off":

@@ -81,21 +81,27 @@ class ResizedCrop:
         """Make the sample of an image [C, H, W], which stands for that record, in ``out``."""
         self._resize(part_of(image, self._chooser(epoch, record.index)), out, record)
 
-    def _chooser(self, epoch: int, index: int) -> Any:
+    def box(self, epoch: int, index: int, height: int, width: int) -> Box:
+        """The part of an image of that size that a record's sample is made of in an epoch."""
         from pipeline.resize_kernels import draw  # numba loads here, at the first batch
 
-        def choose(height: int, width: int) -> Box:
-            drawn = self._drawn
-            draw(
-                self._seed, self._phase, np.uint64(epoch), np.uint64(index), height, width, self._areas, self._ratios,
-                self._roots, self._mirror, drawn,
-            )  # fmt: skip
-            if self._random:
-                return (int(drawn[0]), int(drawn[1]), int(drawn[2]), int(drawn[3]))
-            side = max(1, round(CENTRAL * min(height, width)))
-            return ((height - side) // 2, (width - side) // 2, side, side)
+        drawn = self._drawn
+        draw(
+            self._seed, self._phase, np.uint64(epoch), np.uint64(index), height, width, self._areas, self._ratios,
+            self._roots, self._mirror, drawn,
+        )  # fmt: skip
+        if self._random:
+            return (int(drawn[0]), int(drawn[1]), int(drawn[2]), int(drawn[3]))
+        side = max(1, round(CENTRAL * min(height, width)))
+        return ((height - side) // 2, (width - side) // 2, side, side)
 
-        return choose
+    @property
+    def mirrored(self) -> bool:
+        """Whether the sample of the part that was chosen last is mirrored."""
+        return bool(self._drawn[4])
+
+    def _chooser(self, epoch: int, index: int) -> Any:
+        return lambda height, width: self.box(epoch, index, height, width)
 
     def _resize(self, part: Part, out: NDArray[Any], record: object = "a record") -> None:
         from pipeline.resize_kernels import pack, resize
@@ -107,9 +113,8 @@ class ResizedCrop:
                 expected="pixels of 8 bits",
                 hint="leave transform.random_resized_crop out",
             )
-        transform.check((part.channels, *pixels.shape[:2]), record)
+        transform.check((part.channels, *(pixels.shape[:2] if part.packed else pixels.shape[1:])), record)
         mean = transform.mean if out.dtype == np.float32 else NO_MEAN
-        flip = bool(self._drawn[4])
         for first in range(0, part.channels, _LANES):
             last = min(part.channels, first + _LANES)
             if part.packed:
@@ -124,6 +129,6 @@ class ResizedCrop:
                     address = np.uint64(plane.__array_interface__["data"][0])
                     pack(address, plane.strides[0], plane.strides[1], packed, channel - first)
             resize(
-                packed, part.span, flip, mean[first:last], transform.scale, self._rows, self._columns, self._lines,
+                packed, part.span, self.mirrored, mean[first:last], transform.scale, self._rows, self._columns, self._lines,
                 out[first:last],
             )  # fmt: skip
