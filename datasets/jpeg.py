@@ -120,9 +120,7 @@ def _split(payload: bytes, tables: dict[int, bytes], huffman: bool) -> bool:
     return at == len(payload)
 
 
-def _plain(
-    start: int, scan: bytes, frame: bytes, tables: dict[int, bytes], jfif: bool, adobe: bool
-) -> Header | None:
+def _plain(start: int, scan: bytes, frame: bytes, tables: dict[int, bytes], jfif: bool, adobe: bool) -> Header | None:
     """The header, where one scan holds all components, in a colour space that is beyond doubt."""
     if len(frame) < 6 or frame[0] != 8:
         return None
@@ -241,7 +239,9 @@ def prepare() -> None:
             _loaded.set()
 
 
-def decode(data: bytes | memoryview, head: Header, channels: int, box: Box | None = None, *, whole: bool = True) -> Pixels | None:
+def decode(
+    data: bytes | memoryview, head: Header, channels: int, box: Box | None = None, *, whole: bool = True
+) -> Pixels | None:
     """The pixels of a file, or of a part of it: uint8[h, w, 4] in B, G, R, nothing; for one channel luma and nothing.
 
     Parameters
@@ -260,6 +260,8 @@ def decode(data: bytes | memoryview, head: Header, channels: int, box: Box | Non
         return None
     kernels, across, down = work.kernels, head.across, head.down
     top, left, height, width = box if box is not None else (0, 0, head.height, head.width)
+    if min(top, left, height - 1, width - 1) < 0 or top + height > head.height or left + width > head.width:
+        raise ValueError(f"the part {box} does not lie in a picture of {head.width} x {head.height}")
     columns, rows = -(-head.width // (8 * across)), -(-head.height // (8 * down))
     chroma = head.components == 3 and channels == 3
     # One more sample of chroma each way, for what lies between two.
@@ -276,8 +278,8 @@ def decode(data: bytes | memoryview, head: Header, channels: int, box: Box | Non
     planes = work.planes(window[1] - window[0], window[3] - window[2], across, down, chroma)
     bits = kernels.scan(
         (across, down, across * down + 2 if head.components == 3 else 1, columns, rows if whole else window[1]),
-        work.used(head), window, 3 if chroma else 1, work.quantisers, work.entries, work.strides, work.limits, work.offsets,
-        work.symbols, work.plain, size, work.coefficients, planes,
+        work.used(head), window, 3 if chroma else 1, work.quantisers, work.entries, work.strides, work.limits,
+        work.offsets, work.symbols, work.plain, size, work.coefficients, planes,
     )  # fmt: skip
     if bits < 0 or bits > 8 * size or (whole and -(-bits // 8) != size):
         return None

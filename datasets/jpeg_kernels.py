@@ -13,13 +13,15 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from datasets.jpeg_blocks import LARGEST_SUM, inverse
-LOOK = 11
 from profiler.jit import njit
 
+LOOK = 11
+"""Bits that are looked up at once: 8 KB a table, of which a photograph uses four."""
+
 _ZIGZAG = np.array([
-    0, 1, 8, 16, 9, 2, 3, 10, 17, 24, 32, 25, 18, 11, 4, 5, 12, 19, 26, 33, 40, 48, 41, 34, 27, 20, 13, 6, 7, 14, 21, 28,
-    35, 42, 49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51, 58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47,
-    55, 62, 63,
+    0, 1, 8, 16, 9, 2, 3, 10, 17, 24, 32, 25, 18, 11, 4, 5, 12, 19, 26, 33, 40, 48, 41, 34, 27, 20, 13, 6, 7, 14, 21,
+    28, 35, 42, 49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51, 58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54,
+    47, 55, 62, 63,
 ], np.uint8)  # fmt: skip
 LOOK_ = np.uint64(LOOK)
 _LOOK = np.uint64(64 - LOOK)
@@ -91,7 +93,7 @@ def table(kind, counts, symbols, entries, strides, limits, offsets):
             return False
         code <<= 1
     for first in range(1 << LOOK):
-        used, places, end = 0, 0, 0
+        used, places, end = np.int64(0), np.int64(0), 0
         while not end:
             entry = np.int64(entries[(first << used) & ((1 << LOOK) - 1)])
             if entry & _SLOW or used + (entry & 63) > LOOK:
@@ -101,7 +103,7 @@ def table(kind, counts, symbols, entries, strides, limits, offsets):
                 end = _SLOW
             elif places < 64:
                 places += ((entry >> 8) & 127) + 1
-        strides[first] = (min(places, 100) << 8) | end | used
+        strides[first] = (min(places, np.int64(100)) << 8) | end | used
     return True
 
 
@@ -133,7 +135,7 @@ def _long(word, table, limits, offsets, symbols):
 @njit
 def unstuff(address, length, start, plain):
     """Copy the coded data without its stuffing zeros. Returns its length, and the marker that ends it (or 0)."""
-    view = carray(_bytes_at(address), (length,), np.uint8)
+    view = carray(_bytes_at(address), (length,), np.uint8)  # type: ignore[call-arg]
     at, to, base, target = start, 0, address, np.uint64(plain.ctypes.data)
     while True:
         while at + 8 <= length:
@@ -158,12 +160,14 @@ def unstuff(address, length, start, plain):
 
 
 @njit
-def scan(shape, used, window, kept, quantisers, entries, strides, limits, offsets, symbols, plain, size, coefficients, planes):
+def scan(
+    shape, used, window, kept, quantisers, entries, strides, limits, offsets, symbols, plain, size, coefficients, planes
+):
     """Decode the coded data of some rows of MCUs, and the pixels of those blocks that are wanted.
 
     shape: blocks of luma across and down an MCU, blocks of an MCU, MCUs in a row, rows to decode.
     used: int64[components, 3], which quantiser, DC table and AC table each component uses.
-    window: first and last + 1 row, then column, of the MCUs that are wanted. kept: the first so many components of them.
+    window: first and last + 1 row, then column, of the MCUs that are wanted. kept: so many components of them.
     size: bytes in ``plain``, which has PADDING more. planes: a tuple of three uint8[h, w], whole MCUs.
     Returns how many bits of the data were used, -1 where something is irregular.
     """
@@ -185,7 +189,7 @@ def scan(shape, used, window, kept, quantisers, entries, strides, limits, offset
                     coefficients[:] = 0
                 factors = np.uint64(used[component, 0])
                 table = np.uint64(used[component, 1])
-                bits |= _word_at(here) >> n
+                bits |= _word_at(here) >> n  # type: ignore[call-arg]
                 here += (_63 - n) >> _3
                 n |= _56
                 entry = np.int64(entries[table, bits >> _LOOK])
@@ -305,7 +309,7 @@ def colours(tiling, size, corner, box, planes, sums, line, gray, out):
 
 @njit
 def _between(near, far, across, down, start, place, whole, count, sums, line):
-    """Chroma of one row of pixels, less 128: ``count`` samples from ``start`` on, which lie at ``place`` in the plane."""
+    """Chroma of a row of pixels, less 128: ``count`` samples from ``start`` on, at ``place`` in the plane."""
     if across == 1:
         for i in range(count):
             line[i] = np.int32(near[place + i]) - _I128

@@ -62,12 +62,12 @@ def draw(seed, phase, epoch, record, height, width, areas, ratios, roots, mirror
             box[1] = np.int64(c3 % np.uint64(width - wide + 1))
             box[2], box[3] = high, wide
             return
-    wide, high = width, height
+    across, down = width, height
     if width < ratios[0] * height:
-        high = min(height, max(1, np.int64(np.rint(width / ratios[0]))))
+        down = min(height, max(1, int(np.rint(width / ratios[0]))))
     elif width > ratios[1] * height:
-        wide = min(width, max(1, np.int64(np.rint(height * ratios[1]))))
-    box[0], box[1], box[2], box[3] = (height - high) // 2, (width - wide) // 2, high, wide
+        across = min(width, max(1, int(np.rint(height * ratios[1]))))
+    box[0], box[1], box[2], box[3] = (height - down) // 2, (width - across) // 2, down, across
 
 
 @njit
@@ -84,7 +84,7 @@ def _taps(start, length, count, backwards, stride, places, weights):
         weight = centre - np.float32(low)
         if low < 0 or low >= count - 1:
             weight = np.float32(0)
-        low = min(max(low, 0), count - 1)
+        low = min(max(low, np.int64(0)), count - 1)
         to = size - 1 - i if backwards else i
         places[0, to], places[1, to] = low * stride, min(low + 1, count - 1) * stride
         weights[to] = np.int32(np.rint(weight * np.float32(2048)))
@@ -154,7 +154,7 @@ def _across(line, places, weights, into):
     others = np.uint64(places.strides[0])
     target, stride = np.uint64(into.ctypes.data), np.uint64(into.strides[0])
     for _ in range(len(weights) // 4):
-        four_pixels(line, group, others, place, target, stride)
+        four_pixels(line, group, others, place, target, stride)  # type: ignore[call-arg]
         group += np.uint64(32)
         place += np.uint64(16)
         target += np.uint64(16)
@@ -187,14 +187,14 @@ def four_pixels(typingctx, line, places, others, weights, target, stride):
         for pixel in range(4):
             place = plus(first, 8 * pixel)
             one, other = (
-                builder.zext(at(builder.add(source, at(where, place.type, 8)), ir.VectorType(ir.IntType(8), 4), 1), four)
+                builder.zext(
+                    at(builder.add(source, at(where, place.type, 8)), ir.VectorType(ir.IntType(8), 4), 1), four
+                )
                 for where in (place, builder.add(place, apart))
             )
             weight = builder.insert_element(nothing, at(plus(weight_at, 4 * pixel), i32, 4), i32(0))
             weight = builder.shuffle_vector(weight, nothing, lanes(0, 0, 0, 0))
-            total = builder.add(
-                builder.shl(one, lanes(11, 11, 11, 11)), builder.mul(builder.sub(other, one), weight)
-            )
+            total = builder.add(builder.shl(one, lanes(11, 11, 11, 11)), builder.mul(builder.sub(other, one), weight))
             made.append(builder.ashr(total, lanes(4, 4, 4, 4)))
         pairs = [
             builder.shuffle_vector(made[a], made[b], lanes(*order))
@@ -202,7 +202,9 @@ def four_pixels(typingctx, line, places, others, weights, target, stride):
         ]  # fmt: skip
         for channel in range(4):
             halves = pairs[:2] if channel < 2 else pairs[2:]
-            turned = builder.shuffle_vector(halves[0], halves[1], lanes(0, 1, 4, 5) if channel % 2 == 0 else lanes(2, 3, 6, 7))
+            turned = builder.shuffle_vector(
+                halves[0], halves[1], lanes(0, 1, 4, 5) if channel % 2 == 0 else lanes(2, 3, 6, 7)
+            )
             address = builder.add(into, builder.mul(step, ir.Constant(step.type, channel)))
             builder.store(turned, builder.inttoptr(address, four.as_pointer()), align=4)
         return context.get_dummy_value()
@@ -216,10 +218,10 @@ def pack(address, row, column, out, lane):
     """One channel, with rows and columns so many bytes apart, into a lane of uint8[h, w, 4]."""
     for y in range(out.shape[0]):
         if column >= 0:
-            line = carray(_pixels(np.uint64(address)), (out.shape[1] * column + 1,), np.uint8)
+            line = carray(_pixels(np.uint64(address)), (out.shape[1] * column + 1,), np.uint8)  # type: ignore[call-arg]
             for x in range(out.shape[1]):
                 out[y, x, lane] = line[x * column]
         else:
             for x in range(out.shape[1]):
-                out[y, x, lane] = carray(_pixels(np.uint64(np.int64(address) + x * column)), (1,), np.uint8)[0]
+                out[y, x, lane] = carray(_pixels(np.uint64(np.int64(address) + x * column)), (1,), np.uint8)[0]  # type: ignore[call-arg]
         address = np.uint64(np.int64(address) + row)

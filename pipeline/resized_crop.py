@@ -1,9 +1,10 @@
 """A random part of each picture, brought to one size: ``data.transform.random_resized_crop``.
 
-The part is that of torchvision's RandomResizedCrop: up to ten times a share of the area and the logarithm of the ratio of
-width to height are drawn evenly, and the place, if such a part fits; else the largest part of an allowed ratio in
-the middle. In TEST it is the square in the middle, 0.875 of the shorter side. Chance belongs to (seed, phase, epoch,
-record), in blocks of its own (docs/design.md, section 2.2); mirroring is decided by the word that decides it anywhere.
+The part is that of torchvision's RandomResizedCrop: up to ten times a share of the area and the logarithm of the
+ratio of width to height are drawn evenly, and the place, if such a part fits; else it is the largest of an allowed
+ratio in the middle. In TEST it is the square in the middle, 0.875 of the shorter side. Chance belongs to (seed, phase,
+epoch, record), in blocks of its own (docs/design.md, section 2.2); mirroring is decided by the word that decides it
+anywhere.
 
 Resizing is bilinear between pixel centres, without smoothing, in the arithmetic of :mod:`datasets.resize`: the
 sample has the bits of the part cut out and resized there. The part's edges go on outside of it.
@@ -61,7 +62,9 @@ class ResizedCrop:
         """Compile or load what the first batch would otherwise wait for."""
         jpeg.prepare()
         shape = (self._transform.record_shape[0], self._asked.size, self._asked.size)
-        self._resize(part_of(np.zeros(self._transform.record_shape, np.uint8), self._chooser(0, 0)), np.zeros(shape, pixels))
+        self._resize(
+            part_of(np.zeros(self._transform.record_shape, np.uint8), self._chooser(0, 0)), np.zeros(shape, pixels)
+        )
 
     def sample(self, record: Record, epoch: int, out: NDArray[Any]) -> Any:
         """Make the sample of a record in ``out``, [C, size, size]; returns its label.
@@ -129,6 +132,6 @@ class ResizedCrop:
                     address = np.uint64(plane.__array_interface__["data"][0])
                     pack(address, plane.strides[0], plane.strides[1], packed, channel - first)
             resize(
-                packed, part.span, self.mirrored, mean[first:last], transform.scale, self._rows, self._columns, self._lines,
-                out[first:last],
+                packed, part.span, self.mirrored, mean[first:last], transform.scale, self._rows, self._columns,
+                self._lines, out[first:last],
             )  # fmt: skip

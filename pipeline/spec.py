@@ -243,8 +243,12 @@ def feed_spec(
             color="color" if transform.force_color else "gray" if transform.force_gray else None,
             python=transform.python,
             resize=None if transform.resize is None else (transform.resize[0], transform.resize[1]),
-            resized_crop=None if part is None else ResizedCropSpec(
-                part.size or transform.crop, (part.scale[0], part.scale[1]), (part.ratio[0], part.ratio[1]),
+            resized_crop=None
+            if part is None
+            else ResizedCropSpec(
+                part.size or transform.crop,
+                (part.scale[0], part.scale[1]),
+                (part.ratio[0], part.ratio[1]),
                 transform.decode,
             ),
         ),

@@ -31,8 +31,12 @@ def turbo(data: bytes, channels: int = 3) -> np.ndarray:
 
 def photo(height: int, width: int, seed: int = 0, noise: int = 30) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (4, 5, 3), np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
-    return np.clip(np.asarray(coarse).astype(int) + rng.integers(-noise, noise + 1, (height, width, 3)), 0, 255).astype(np.uint8)
+    coarse = Image.fromarray(rng.integers(0, 256, (4, 5, 3), np.uint8)).resize(
+        (width, height), Image.Resampling.BICUBIC
+    )
+    return np.clip(np.asarray(coarse).astype(int) + rng.integers(-noise, noise + 1, (height, width, 3)), 0, 255).astype(
+        np.uint8
+    )
 
 
 def file(pixels: np.ndarray, **how: Any) -> bytes:
@@ -132,7 +136,10 @@ def test_a_file_that_is_cut_anywhere_is_never_taken_for_whole() -> None:
 
 def test_bytes_that_were_changed_are_refused_or_decoded_as_libjpeg_turbo_decodes_them() -> None:
     rng = random.Random(3)
-    stored = [file(photo(24, 40, noise=60), quality=85, subsampling=way, optimize=way == "4:2:2") for way in ("4:2:0", "4:2:2")]
+    stored = [
+        file(photo(24, 40, noise=60), quality=85, subsampling=way, optimize=way == "4:2:2")
+        for way in ("4:2:0", "4:2:2")
+    ]
     taken = 0
     for turn in range(3000):
         changed = bytearray(stored[turn % 2])
@@ -153,6 +160,12 @@ def test_a_part_does_not_notice_damage_below_it_and_a_whole_file_does() -> None:
     assert got.tobytes() == turbo(stored)[:16].tobytes()
     assert ours(cut, box=(0, 0, 16, 48)) is None
     assert ours(cut, box=(0, 0, 64, 48), whole=False) is None
+
+
+@pytest.mark.parametrize("box", [(-1, 0, 4, 4), (0, 0, 0, 4), (20, 0, 5, 4), (0, 39, 4, 2)])
+def test_a_part_outside_of_the_picture_is_an_error_of_the_caller(box: jpeg.Box) -> None:
+    with pytest.raises(ValueError, match="does not lie in a picture of 40 x 24"):
+        ours(file(photo(24, 40)), box=box)
 
 
 def record(data: bytes) -> datum.Datum:
@@ -196,7 +209,8 @@ def test_a_part_is_that_of_the_whole_image(kind: str, color: Any, extent: Any) -
 def test_a_cut_file_is_an_error_that_names_the_record(kind: str, extent: Any) -> None:
     pixels = photo(60, 90)
     whole = {
-        "jpeg": lambda: file(pixels), "gray": lambda: file(pixels[..., 0]), "progressive": lambda: file(pixels, progressive=True),
+        "jpeg": lambda: file(pixels), "gray": lambda: file(pixels[..., 0]),
+        "progressive": lambda: file(pixels, progressive=True),
         "cmyk": lambda: _saved(Image.fromarray(pixels).convert("CMYK"), "JPEG"),
     }[kind]()  # fmt: skip
     cut = record(whole[: len(whole) // 2])
@@ -222,7 +236,9 @@ def test_scaled_takes_the_largest_factor_that_leaves_enough(size: int, factor: i
     if factor == 1:
         return
     assert (top, left) == (33 / factor % 1, 51 / factor % 1)
-    whole = simplejpeg.decode_jpeg(stored, "BGR", min_height=-(-121 // factor), min_width=-(-187 // factor), min_factor=factor)
+    whole = simplejpeg.decode_jpeg(
+        stored, "BGR", min_height=-(-121 // factor), min_width=-(-187 // factor), min_factor=factor
+    )
     assert whole.shape == (-(-121 // factor), -(-187 // factor), 3)
     rows, columns = slice(33 // factor, -(-94 // factor)), slice(51 // factor, -(-141 // factor))
     assert part.pixels.tobytes() == whole[rows, columns].transpose(2, 0, 1).tobytes()

@@ -42,7 +42,8 @@ def spec(source: str, **more: Any) -> FeedSpec:
     parts = {key: more.pop(key) for key in ("scale", "ratio", "decode") if key in more}
     transform = {"mirror": True, **{key: more.pop(key) for key in list(more) if key in TransformSpec.__annotations__}}
     return FeedSpec(
-        source, **{"batch": 4, "seed": 5, "shuffle": "full", "stop_step": 15, "fingerprints": "step", "poison": True, **more},
+        source, poison=True,
+        **{"batch": 4, "seed": 5, "shuffle": "full", "stop_step": 15, "fingerprints": "step", **more},
         transform=TransformSpec(**transform, resized_crop=ResizedCropSpec(SIZE, **parts)),
     )  # fmt: skip
 
@@ -69,7 +70,13 @@ def reference(seed: int, phase: int, epoch: int, record: int, size: tuple[int, i
 
 
 def crop(seed: int = 0, phase: Any = "TRAIN", **asked: Any) -> ResizedCrop:
-    feed = FeedSpec("x", 1, seed=seed, phase=phase, transform=TransformSpec(mirror=True, resized_crop=ResizedCropSpec(SIZE, **asked)))
+    feed = FeedSpec(
+        "x",
+        1,
+        seed=seed,
+        phase=phase,
+        transform=TransformSpec(mirror=True, resized_crop=ResizedCropSpec(SIZE, **asked)),
+    )
     made = ResizedCrop.of(feed, Transform(feed.transform, seed, feed.phase_number))
     assert made is not None
     return made
@@ -105,7 +112,7 @@ def test_parts_are_spread_as_evenly_as_they_should_be() -> None:
     lower, upper = (share < 0.29).mean(), ((share >= 0.29) & (share < 0.5)).mean()
     assert abs(lower - upper) < 0.02
     assert 0.19 < lower < 0.35
-    assert abs(np.median(np.log(ratio))) < 0.03
+    assert abs(np.median(np.log(ratio[share < 0.4]))) < 0.03
     assert np.allclose([ratio.min(), ratio.max()], [3 / 4, 4 / 3], atol=0.02)
     free = boxes[boxes[:, 2] < 250]
     assert abs((free[:, 0] / (300 - free[:, 2])).mean() - 0.5) < 0.02
@@ -201,7 +208,7 @@ def test_bad_records_are_met_as_with_any_transform(tmp_path: Path, policy: Any, 
     path = write_lmdb(tmp_path / "bad", values)
     feed = spec(path, on_bad_record=policy, bad_record_cap=0.9, decode=extent, stop_step=6, batch=8)
     if policy == "stop":
-        with pytest.raises(StallscopeError, match="record [25]"), Feed.from_spec(feed) as batches:
+        with pytest.raises(StallscopeError, match=r"record [25]"), Feed.from_spec(feed) as batches:
             list(batches)
         return
     with Feed.from_spec(feed) as batches:
@@ -223,7 +230,9 @@ def test_batches_do_not_depend_on_where_a_feed_begins(photos: str) -> None:
     assert later == {step: whole[step] for step in range(9, 15)}
     region = {batch.step: batch.hashes["fill"] for batch in Feed.from_spec(spec(photos, decode="region"))}
     assert region == whole
-    scaled = {batch.step: batch.hashes["fill"] for batch in Feed.from_spec(spec(photos, decode="scaled", scale=(0.95, 1)))}
+    scaled = {
+        batch.step: batch.hashes["fill"] for batch in Feed.from_spec(spec(photos, decode="scaled", scale=(0.95, 1)))
+    }
     assert scaled != {batch.step: batch.hashes["fill"] for batch in Feed.from_spec(spec(photos, scale=(0.95, 1)))}
 
 
@@ -284,7 +293,9 @@ def test_resizing_is_pytorchs() -> None:
         made._transform.fit(image.shape, "x")
         made.put(image, _Record(seed), 0, out)  # type: ignore[arg-type]
         part = torch.from_numpy(floats_of(image, made.box(0, seed, *image.shape[1:])))[None]
-        want = torch.nn.functional.interpolate(part, (SIZE, SIZE), mode="bilinear", align_corners=False, antialias=False)
+        want = torch.nn.functional.interpolate(
+            part, (SIZE, SIZE), mode="bilinear", align_corners=False, antialias=False
+        )
         got = out[:, :, ::-1] if made.mirrored else out
         assert np.abs(got - want[0].numpy()).max() <= 1
 
