@@ -218,7 +218,7 @@ def _first_usable(spec: FeedSpec, source: Source) -> tuple[Record, np.ndarray, A
 
 
 class BatchMaker:
-    """Makes batches of one feed. Holds nothing that changes between steps."""
+    """Makes batches of one feed. Holds nothing between steps but memory to work in: one for each thread."""
 
     def __init__(self, spec: FeedSpec, probed: Probe, reader: Reader, recorder: Recorder = NULL) -> None:
         self.spec, self.probe, self.reader, self.recorder = spec, probed, reader, recorder

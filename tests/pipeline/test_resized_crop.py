@@ -230,6 +230,8 @@ def test_batches_do_not_depend_on_where_a_feed_begins(photos: str) -> None:
     assert later == {step: whole[step] for step in range(9, 15)}
     region = {batch.step: batch.hashes["fill"] for batch in Feed.from_spec(spec(photos, decode="region"))}
     assert region == whole
+    with Feed.from_spec(spec(photos, decode="region", threads=2)) as batches:
+        assert {batch.step: batch.hashes["fill"] for batch in batches} == whole
     scaled = {
         batch.step: batch.hashes["fill"] for batch in Feed.from_spec(spec(photos, decode="scaled", scale=(0.95, 1)))
     }
