@@ -25,7 +25,7 @@ import numpy as np
 from datasets import image_file
 from datasets.datum import Datum, DatumError, DatumSizeMismatch
 from datasets.errors import DatasetWarning
-from datasets.image_file import CERTAIN, Color, ImageDecodeError, ImageModeError, gray, kind_of
+from datasets.image_file import CERTAIN, Color, Extent, ImageDecodeError, ImageModeError, gray, kind_of
 from profiler.errors import UsageError
 
 if TYPE_CHECKING:
@@ -94,6 +94,27 @@ def to_image(
 def from_file(stored: bytes, where: object, color: Color | None) -> NDArray[np.uint8]:
     """The pixels of an image file as :func:`to_image` gives them, but maybe a view uint8[C, H, W] of uint8[H, W, C]."""
     return image_file.view(stored, where, color, _classify(Datum(data=stored, encoded=True), where), None)
+
+
+def part(
+    datum: Datum, where: object, color: Color | None, choose: image_file.Choose, *,
+    extent: Extent = "full", size: int = 1, max_pixels: int | None = None,
+) -> image_file.Part:  # fmt: skip
+    """A part of the image a record holds, not yet brought to size: see :class:`datasets.image_file.Part`.
+
+    Parameters
+    ----------
+    choose: called with the image's height and width; says which part.
+    extent: of an image file, decode all and look whether it is sound (``full``), no more than the part needs
+        (``region``, same pixels), or that in 1/2, 1/4 or 1/8 of its pixels each way as long as ``size`` are left
+        (``scaled``).
+
+    Raises what :func:`to_image` raises for the same reasons.
+    """
+    kind = _classify(datum, where)
+    if kind in ("raw", "float"):
+        return image_file.part_of(to_image(datum, where, color, max_pixels=max_pixels), choose)
+    return image_file.part(datum.data, where, color, kind, max_pixels, choose, extent, size)
 
 
 def probe(datum: Datum, where: object = "a record", *, max_pixels: int | None = None) -> Probe:

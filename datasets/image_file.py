@@ -12,17 +12,22 @@ import io
 import re
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from datasets import jpeg
 from datasets.datum import DatumError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Color = Literal["color", "gray"]
+Extent = Literal["full", "region", "scaled"]
+Choose = Callable[[int, int], jpeg.Box]
+"""From an image's height and width to a part of it: top, left, height and width."""
 
 MAX_PIXELS = 89_478_485
 """Larger images are refused before they are decoded, unless told otherwise. Pillow's own limit for a suspected
@@ -55,6 +60,23 @@ class ImageModeError(DatumError):
     """The channels of an image are not what was asked for, and no conversion is agreed on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Pixels that a part of an image is made of.
+
+    Attributes
+    ----------
+    pixels: uint8 (float32 of raw records that hold floats) [C, h, w], a view; or, if ``packed``, uint8[h, w, 4] in B,
+        G, R, nothing, in memory that the thread's next call uses again.
+    span: where the part begins in ``pixels`` and its length, down then across: fractions where it was scaled.
+    """
+
+    pixels: NDArray[Any]
+    span: tuple[float, float, float, float]
+    channels: int
+    packed: bool = False
+
+
 def read(
     data: bytes | memoryview, where: object, color: Color | None, kind: str, max_pixels: int | None
 ) -> NDArray[np.uint8]:
@@ -70,6 +92,58 @@ def view(
     if kind == "jpeg":
         return _jpeg(data, where, color, most)
     return _pillow(data, where, color, kind, most)
+
+
+def part_of(image: NDArray[Any], choose: Choose) -> Part:
+    """The part of a whole image [C, H, W]."""
+    top, left, height, width = choose(image.shape[1], image.shape[2])
+    pixels = image[:, top : top + height, left : left + width]
+    return Part(pixels, (0.0, float(height), 0.0, float(width)), len(image))
+
+
+def part(
+    data: bytes | memoryview, where: object, color: Color | None, kind: str, max_pixels: int | None, choose: Choose,
+    extent: Extent, size: int,
+) -> Part:  # fmt: skip
+    """A part of an image file of a known kind: see :func:`datasets.decode.part`."""
+    most = _most(max_pixels)
+    known = jpeg.header(data) if kind == "jpeg" else None
+    if known is not None:
+        _check_scans(data[: known.start], where)  # in what follows, a mark like that is not for the fast decoder
+        _check_pixels(where, known.height, known.width, most)
+        channels = 3 if color == "color" or (color is None and known.components == 3) else 1
+        box = choose(known.height, known.width)
+        factor = _factor(box, size) if extent == "scaled" else 1
+        if factor > 1:
+            _check_scans(data, where)
+            return _scaled(data, where, channels, (known.height, known.width), box, factor)
+        if jpeg.ready():
+            pixels = jpeg.decode(data, known, channels, box, whole=extent == "full")
+            if pixels is not None:
+                return Part(pixels, (0.0, float(box[2]), 0.0, float(box[3])), channels, packed=True)
+    return part_of(view(data, where, color, kind, max_pixels), choose)
+
+
+def _factor(box: jpeg.Box, size: int) -> int:
+    return next((factor for factor in (8, 4, 2) if min(box[2:]) >= factor * size), 1)
+
+
+def _scaled(
+    data: bytes | memoryview, where: object, channels: int, size: tuple[int, int], box: jpeg.Box, factor: int
+) -> Part:
+    """A part of a JPEG from its inverse DCTs of 8 / factor pixels."""
+    import simplejpeg
+
+    try:
+        image = simplejpeg.decode_jpeg(
+            data, colorspace="GRAY" if channels == 1 else "BGR", fastdct=False, fastupsample=False, strict=True,
+            min_height=-(-size[0] // factor), min_width=-(-size[1] // factor), min_factor=factor,
+        )  # fmt: skip
+    except ValueError as error:
+        raise _damaged(where, "jpeg", error, data) from error
+    top, left, height, width = (side / factor for side in box)
+    rows, columns = slice(int(top), -int(-(top + height) // 1)), slice(int(left), -int(-(left + width) // 1))
+    return Part(_planes(image)[:, rows, columns], (top % 1, height, left % 1, width), channels)
 
 
 def header(data: bytes | memoryview, where: object, kind: str, max_pixels: int | None) -> tuple[str, int, int, int]:

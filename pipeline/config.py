@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 
 from profiler.errors import UsageError
@@ -45,11 +45,33 @@ def _choice(default: Any, what: str) -> Any:
     return Field(default, description=what)
 
 
+class ResizedCropConfig(_Model):
+    """A random part of the picture, brought to one size: ``random_resized_crop: true``, or a mapping of these."""
+
+    size: int | None = _integer(None, 1, 65_535, "side of the square that it becomes, in pixels; left out: crop")
+    scale: tuple[Annotated[float, Field(gt=0, le=1)], ...] = Field(
+        default=(0.08, 1.0), min_length=2, max_length=2, strict=False,
+        description="a list of two numbers above 0 and up to 1: least and largest share of the picture's area",
+    )  # fmt: skip
+    ratio: tuple[Annotated[float, Field(ge=0.01, le=100)], ...] = Field(
+        default=(3 / 4, 4 / 3), min_length=2, max_length=2, strict=False,
+        description="a list of two numbers from 0.01 to 100: least and largest ratio of width to height",
+    )  # fmt: skip
+
+
+def _switched(value: Any) -> Any:
+    """``true`` stands for a mapping in which all is left out, ``false`` for none."""
+    return {} if value is True else None if value is False else value
+
+
 class TransformConfig(_Model):
-    """What happens to a sample between the database and the blob, in this order: resize, python, crop,
-    mirror, mean, scale."""
+    """What happens to a sample between the database and the blob, in this order: resize, python, crop or
+    random_resized_crop, mirror, mean, scale."""
 
     crop: int = _integer(0, 0, 65_535, "side of the square crop in pixels, 0 for none")
+    random_resized_crop: Annotated[ResizedCropConfig | None, BeforeValidator(_switched)] = Field(
+        default=None, description="true, false or a mapping: size, scale, ratio; a random part, resized"
+    )
     mirror: bool = _choice(False, "true or false: mirror at random in TRAIN")
     mean_value: tuple[float, ...] = Field(
         default=(), strict=False, description="a list of numbers, one for all channels or one per channel"
@@ -61,7 +83,9 @@ class TransformConfig(_Model):
     resize: tuple[Annotated[int, Field(ge=1, le=65_535)], ...] | None = Field(
         default=None, min_length=2, max_length=2, strict=False, description="a list of two integers: height and width"
     )
-    decode: Literal["full", "region"] = _choice("full", "full or region")
+    decode: Literal["full", "region", "scaled"] = _choice(
+        "full", "full, region (random_resized_crop: no more than the part is decoded) or scaled (in fewer pixels, too)"
+    )
     python: str | None = Field(
         default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="module:function, f(image, label, rng)"
     )
@@ -240,9 +264,6 @@ _NOW: dict[str, tuple[Any, ...]] = {
     "trainers": (1,),
     "shards": (1,),
     "data.order.emit": ("strict",),
-    "data.transform.decode": ("full",),
-    "data.train.transform.decode": ("full",),
-    "data.test.transform.decode": ("full",),
     "profile.fingerprints": ("off", "step"),
     "chaos": ((),),
 }
@@ -253,8 +274,6 @@ def _refuse_later_values(config: Config) -> None:
         value: Any = config
         for part in key.split("."):
             value = getattr(value, part, None)
-        if value is None and key.endswith("decode"):
-            continue
         if value not in allowed:
             shown = " or ".join("left out" if item is None else "[]" if item == () else str(item) for item in allowed)
             found = list(value) if isinstance(value, tuple) else value
@@ -271,6 +290,44 @@ def _check_transform(name: str, transform: TransformConfig | None) -> None:
             raise UsageError(
                 f"{name}: {one} and {other} exclude each other", expected="one of the two", hint=f"remove {name}.{one}"
             )
+    _check_resized_crop(name, transform)
+
+
+def _check_resized_crop(name: str, transform: TransformConfig) -> None:
+    part = transform.random_resized_crop
+    if part is None:
+        if transform.decode != "full":
+            raise UsageError(
+                f"{name}.decode: {transform.decode} needs {name}.random_resized_crop",
+                expected="decode: full, or random_resized_crop: true",
+                hint="without it the whole picture is asked for",
+            )
+        return
+    key = f"{name}.random_resized_crop"
+    if transform.resize is not None:
+        raise UsageError(
+            f"{name}: resize and random_resized_crop exclude each other",
+            expected="one of the two",
+            hint=f"remove {name}.resize",
+        )
+    if transform.python is not None and transform.decode != "full":
+        raise UsageError(
+            f"{name}.decode: {transform.decode} cannot go with {name}.python",
+            expected="decode: full",
+            hint="the function is given the whole picture, before a part of it is chosen",
+        )
+    if part.size and transform.crop and part.size != transform.crop:
+        raise UsageError(
+            f"{key}.size and {name}.crop differ",
+            expected="one of the two, or the same number",
+            found=f"{part.size} and {transform.crop}",
+            hint=f"remove {name}.crop",
+        )
+    if not (part.size or transform.crop):
+        raise UsageError(f"{key} has no size", expected=f"{name}.crop, or {key}.size", hint="224 is usual")
+    for what, (low, high) in (("scale", part.scale), ("ratio", part.ratio)):
+        if low > high:
+            raise UsageError(f"{key}.{what} is upside down", expected="the lower number first", found=[low, high])
 
 
 def validate(document: Mapping[str, Any], where: str = "the configuration") -> Config:
@@ -342,6 +399,8 @@ def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[st
     for name, field in model.model_fields.items():
         inner = _model_of(field)
         if inner is not None:
+            if inner is ResizedCropConfig:  # true and false stand for the mapping
+                yield f"{prefix}{name}", field.description or ""
             yield from keys(inner, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", field.description or ""

@@ -27,6 +27,7 @@ from datasets.order import Items, Order, Stream
 from pipeline import bad_records, philox, sizes
 from pipeline.bad_records import ENTRY, Found
 from pipeline.native import Native
+from pipeline.resized_crop import ResizedCrop
 from pipeline.samples import RECORD_ERRORS, LabelError, check_label, decoded, label_alone
 from pipeline.spec import FeedSpec
 from pipeline.transforms import Shape, Transform, TransformError
@@ -217,7 +218,7 @@ def _first_usable(spec: FeedSpec, source: Source) -> tuple[Record, np.ndarray, A
 
 
 class BatchMaker:
-    """Makes batches of one feed. Holds nothing that changes between steps."""
+    """Makes batches of one feed. Holds nothing between steps but memory to work in: one for each thread."""
 
     def __init__(self, spec: FeedSpec, probed: Probe, reader: Reader, recorder: Recorder = NULL) -> None:
         self.spec, self.probe, self.reader, self.recorder = spec, probed, reader, recorder
@@ -226,8 +227,9 @@ class BatchMaker:
         self.transform.fit(probed.record_shape, probed.first)
         self._stops = spec.on_bad_record == "stop"
         self._fitted = sizes.Fitted(spec, probed.layout.room) if probed.layout.room else None
+        self._resized = ResizedCrop.of(spec, self.transform)
         self._native = None
-        if isinstance(reader, LocalReader):
+        if isinstance(reader, LocalReader) and self._resized is None:
             self._native = Native.of(spec, probed, self.transform, reader.source)
 
     def warm_up(self) -> None:
@@ -235,11 +237,14 @@ class BatchMaker:
         order.warm_up()
         if self.spec.transform.resize is not None:
             resize.prepare()
-        shape, one = self.probe.record_shape, np.zeros(1, np.int64)
-        draws = philox.draw(0, 0, one, one, (one, one), mirror=True, random_crop=False)
-        self.transform.fill(
-            [np.zeros(shape, np.uint8)], draws, np.empty((1, *self.probe.sample_shape), self.probe.layout.pixels)
-        )
+        if self._resized is not None:
+            self._resized.warm_up(self.probe.layout.pixels)
+        else:
+            shape, one = self.probe.record_shape, np.zeros(1, np.int64)
+            draws = philox.draw(0, 0, one, one, (one, one), mirror=True, random_crop=False)
+            self.transform.fill(
+                [np.zeros(shape, np.uint8)], draws, np.empty((1, *self.probe.sample_shape), self.probe.layout.pixels)
+            )
         if self._native is not None:
             self._native.warm_up(self.probe.layout)
         if self.spec.fingerprints != "off":
@@ -290,11 +295,13 @@ class BatchMaker:
         images: list[Any] = []
         labels: list[Any] = []
         failed: dict[int, StallscopeError] = {}
+        data = slot.samples(count) if self._fitted is None else slot.data  # else its shape is not known yet
+        epochs = items.epochs.tolist()
         sample = self._sample
         with recorder.span(Stage.DECODE, items=count, **tags) as span:
-            for record in records:
+            for i, record in enumerate(records):
                 try:
-                    image, label = sample(record)
+                    image, label = sample(record, epochs[i], data[i])
                 except RECORD_ERRORS as error:
                     if self._stops:
                         error.hint = error.hint or _TRY
@@ -313,14 +320,14 @@ class BatchMaker:
             found = Found(slot.bad, slot.bad_count)
             if failed:
                 ids = ids.copy()
-                self._mend(items, failed, found, records, images, labels, ids, tags)
+                self._mend(items, failed, found, records, images, labels, ids, data, tags)
         blank = failed if spec.on_bad_record == "zero" else ()
 
         if self._fitted is not None:
             assert slot.shape is not None
             transform = self._fitted.to(images[0].shape, records[0])
             slot.shape[:] = transform.sample_shape
-        data = slot.samples(count)
+            data = slot.samples(count)
         with recorder.span(Stage.AUGMENT, items=count, nbytes=data.nbytes, **tags):
             if transform.function is not None:
                 for i, record in enumerate(records):
@@ -331,6 +338,12 @@ class BatchMaker:
                     )
                     transform.check(image.shape, record)
                     images[i] = image
+                    if self._resized is not None:
+                        self._resized.put(image, record, epochs[i], data[i])
+            if self._resized is not None:
+                for i in blank:
+                    data[i] = 0
+                return ids, records, labels
             _, height, width = transform.sample_shape
             spare = (
                 np.fromiter((image.shape[1] - height for image in images), np.int64, count),
@@ -349,11 +362,19 @@ class BatchMaker:
 
         return ids, records, labels
 
-    def _sample(self, record: Any) -> tuple[np.ndarray, Any]:
-        """Image and label of what :meth:`_read` gave, checked as far as the record itself is to blame."""
+    def _sample(self, record: Any, epoch: int, out: np.ndarray) -> tuple[np.ndarray, Any]:
+        """Image and label of what :meth:`_read` gave, checked as far as the record itself is to blame.
+
+        With a resized crop and no user function before it, the image is the sample: it is made in ``out``.
+        """
         if isinstance(record, StallscopeError):
             raise record
         transform = self.spec.transform
+        if self._resized is not None and self.transform.function is None:
+            label = self._resized.sample(record, epoch, out)
+            if not self._stops:
+                check_label(label, self.probe.layout.label_width, record)
+            return out, label
         image, label = decoded(record, transform.color, self.spec.max_pixels, transform.resize)
         if self._fitted is not None:
             self._fitted.to(image.shape, record)
@@ -381,7 +402,7 @@ class BatchMaker:
 
     def _mend(
         self, items: Items, failed: dict[int, StallscopeError], found: Found, records: list[Any], images: list[Any],
-        labels: list[Any], ids: NDArray[np.int64], tags: dict[str, int],
+        labels: list[Any], ids: NDArray[np.int64], data: np.ndarray, tags: dict[str, int],
     ) -> None:  # fmt: skip
         """Put stand-ins or blanks where samples could not be made, and write down which and why.
 
@@ -400,7 +421,7 @@ class BatchMaker:
             again: list[int] = []
             for i, index, record in zip(left, chosen, self._read(chosen, tags), strict=True):
                 try:
-                    images[i], labels[i] = self._sample(record)
+                    images[i], labels[i] = self._sample(record, int(items.epochs[i]), data[i])
                 except RECORD_ERRORS as error:
                     self._write_down(found, i, items, index, record, error)
                     failed[i] = error

@@ -8,7 +8,7 @@ import numpy as np
 
 from datasets import datum as datums
 from datasets import decode
-from datasets.datum import DatumError
+from datasets.datum import Datum, DatumError
 from datasets.errors import DatasetCorrupt
 from datasets.paired import PairedRecord
 from datasets.resize import resize
@@ -45,25 +45,25 @@ def decoded(
         raise _not_finite(record, image)
     if size is not None:
         image = _resized(record, image, size)
+    return image, label_of(record, datum)
+
+
+def label_of(record: Record, datum: Datum) -> Any:
+    """The label of a record that was parsed. Raises one of :data:`RECORD_ERRORS` where it has none."""
     if type(record) is PairedRecord:
-        return image, paired_label(record)
+        return paired_label(record)
     if len(datum.data) and datum.float_data is not None:
-        return image, datum.float_data
+        return datum.float_data
     if datum.label is None:
         raise _absent(record, str(record), "the field label (or float_data beside data)")
-    return image, datum.label
+    return datum.label
 
 
 def label_alone(record: Record) -> Any:
     """The label of a record whose image cannot be used. Raises one of :data:`RECORD_ERRORS` where it has none."""
     if type(record) is PairedRecord:
         return paired_label(record)
-    datum = datums.parse(record.value, record)
-    if len(datum.data) and datum.float_data is not None:
-        return datum.float_data
-    if datum.label is None:
-        raise _absent(record, str(record), "the field label (or float_data beside data)")
-    return datum.label
+    return label_of(record, datums.parse(record.value, record))
 
 
 def paired_label(record: PairedRecord) -> Any:

@@ -30,6 +30,8 @@ def room(spec: FeedSpec, source: Source, first: Shape) -> int:
     transform = spec.transform
     if spec.batch != 1 or source.blobs or transform.resize or transform.crop or transform.mean_file or transform.python:
         return 0
+    if transform.resized_crop is not None:
+        return 0
     chosen = np.unique(np.linspace(0, len(source) - 1, min(len(source), _LOOKED_AT)).astype(np.int64))
     largest, differ = int(np.prod(first)), False
     for start in range(0, len(chosen), _CHUNK):

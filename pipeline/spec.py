@@ -18,6 +18,23 @@ Color = Literal["color", "gray"] | None
 
 
 @dataclass(frozen=True)
+class ResizedCropSpec:
+    """A random part of each image, resized: :mod:`pipeline.resized_crop`.
+
+    Attributes
+    ----------
+    size: side of the square that it becomes, in pixels.
+    scale: least and largest share of the image's area. ratio: least and largest ratio of width to height.
+    decode: how much of an image file is decoded: docs/images.md.
+    """
+
+    size: int
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    decode: Literal["full", "region", "scaled"] = "full"
+
+
+@dataclass(frozen=True)
 class TransformSpec:
     """What happens to an image between decoding and the blob: python, crop, mirror, mean, scale.
 
@@ -31,6 +48,7 @@ class TransformSpec:
     color: ``"color"`` (three channels, BGR), ``"gray"`` (one channel) or None (as stored).
     python: ``module:function``, called as ``f(image, label, rng)`` before the crop.
     resize: (height, width) that each image is brought to when it is decoded, bilinear as in OpenCV; None: as it is.
+    resized_crop: in the crop's place (which is 0 then).
     """
 
     crop: int = 0
@@ -41,6 +59,7 @@ class TransformSpec:
     color: Color = None
     python: str | None = None
     resize: tuple[int, int] | None = None
+    resized_crop: ResizedCropSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -207,6 +226,7 @@ def feed_spec(
                 hint=f"set it in the YAML, as --{section}.{key}, or in a data layer of the net",
             )
     transform = config.transform(phase)
+    part = transform.random_resized_crop
     recording = recorder is not None and recorder.enabled
     return FeedSpec(
         source=data.source or "",
@@ -222,7 +242,7 @@ def feed_spec(
         shuffle="none" if test else config.data.order.shuffle,
         phase=phase,
         transform=TransformSpec(
-            crop=transform.crop,
+            crop=transform.crop if part is None else 0,
             mirror=transform.mirror,
             mean_value=tuple(transform.mean_value),
             mean_file=transform.mean_file,
@@ -230,6 +250,14 @@ def feed_spec(
             color="color" if transform.force_color else "gray" if transform.force_gray else None,
             python=transform.python,
             resize=None if transform.resize is None else (transform.resize[0], transform.resize[1]),
+            resized_crop=None
+            if part is None
+            else ResizedCropSpec(
+                part.size or transform.crop,
+                (part.scale[0], part.scale[1]),
+                (part.ratio[0], part.ratio[1]),
+                transform.decode,
+            ),
         ),
         cycle=cycle,
         origin=origin,

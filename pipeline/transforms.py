@@ -60,7 +60,7 @@ class Transform:
         """
         self.record_shape = shape
         channels = shape[0]
-        crop = self.spec.crop
+        crop = self.spec.crop if self.spec.resized_crop is None else self.spec.resized_crop.size
         self._first = str(where)
         self.sample_shape = (channels, crop, crop) if crop else shape
         values = self.spec.mean_value
@@ -83,7 +83,7 @@ class Transform:
         """Raise :class:`TransformError` if an image of this shape cannot become a sample of the batch."""
         if shape == self._fitting:
             return
-        crop = self.spec.crop
+        crop, resized = self.spec.crop, self.spec.resized_crop is not None
         channels, height, width = shape
         if crop and (crop > height or crop > width):
             raise TransformError(
@@ -93,7 +93,14 @@ class Transform:
                 hint="a smaller transform.crop, or records resized when they are converted",
             )
         mean = self._mean_image
-        if mean is not None and tuple(shape) != mean.shape:
+        if mean is not None and resized and mean.shape != self.sample_shape:
+            raise TransformError(
+                f"the mean image {self.spec.mean_file} does not fit the samples of random_resized_crop",
+                expected=f"a mean of their shape {_text(self.sample_shape)}",
+                found=_text(mean.shape),
+                hint="use mean_value: parts come from anywhere in images of any size",
+            )
+        if mean is not None and not resized and tuple(shape) != mean.shape:
             raise TransformError(
                 f"the mean image {self.spec.mean_file} does not fit {where}",
                 expected=f"a mean of the uncropped image's shape {_text(shape)}",
@@ -107,7 +114,7 @@ class Transform:
                 found=f"{channels}, image {_text(shape)}",
                 hint="transform.force_color or transform.force_gray makes encoded images alike",
             )
-        if not crop and tuple(shape) != self.record_shape:
+        if not (crop or resized) and tuple(shape) != self.record_shape:
             raise TransformError(
                 f"{where} has another size than {self._first}, and there is no crop",
                 expected=_text(self.record_shape),

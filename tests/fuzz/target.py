@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from datasets import caffe_pb2, datum, decode
+from datasets import caffe_pb2, datum, decode, image_file, jpeg
 from datasets.datum import Datum, DatumError
 
 MAX_PIXELS = 1 << 18
@@ -67,12 +67,40 @@ def as_image(record: Datum) -> None:
             image = decode.to_image(record, WHERE, color, max_pixels=MAX_PIXELS)
         except DatumError as error:
             check_error(error)
+            image = None
+        if bytes(record.data[:2]) == b"\xff\xd8":
+            as_parts(record, color, image)
+        if image is None:
             continue
         assert seen is not None, "decoded, though the header was refused"
         assert image.ndim == 3
         assert image.dtype == (np.float32 if seen.encoding == "float" else np.uint8)
         assert image.shape == (channels or seen.channels, seen.height, seen.width)
         assert seen.encoding in ("raw", "float") or image[0].size <= MAX_PIXELS
+
+
+def as_parts(record: Datum, color: image_file.Color | None, image: np.ndarray | None) -> None:
+    """A part is that of the image, and refused where the image is; a part alone may miss damage below it."""
+    jpeg.prepare()
+    boxes: list[jpeg.Box] = []
+
+    def choose(height: int, width: int) -> jpeg.Box:
+        boxes.append((height // 3, width // 3, (height + 1) // 2, (width + 1) // 2))
+        return boxes[-1]
+
+    for extent in ("full", "region"):
+        try:
+            part = decode.part(record, WHERE, color, choose, extent=extent, max_pixels=MAX_PIXELS)  # type: ignore[arg-type]
+        except DatumError as error:
+            check_error(error)
+            assert image is None, "refused in part, and decoded whole"
+            continue
+        if image is None:
+            assert extent == "region", "decoded in part, and refused whole"
+            continue
+        top, left, height, width = boxes[-1]
+        pixels = part.pixels[..., : part.channels].transpose(2, 0, 1) if part.packed else part.pixels
+        assert pixels.tobytes() == image[:, top : top + height, left : left + width].tobytes()
 
 
 def check_error(error: DatumError) -> None:

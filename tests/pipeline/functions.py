@@ -89,3 +89,7 @@ def burns_5_ms(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple
     while time.process_time() < until:
         sum(range(500))
     return image, label
+
+
+def same(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    return image, label

@@ -160,8 +160,6 @@ def test_errors_name_the_key_and_what_is_allowed(document: dict[str, Any], fragm
         ("trainers", 2),
         ("shards", 4),
         ("data.order.emit", "arrival"),
-        ("data.transform.decode", "region"),
-        ("data.test.transform.decode", "region"),
         ("profile.fingerprints", "layer"),
         ("chaos", [{"kill": 1}]),
     ],
