@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from tests.pipeline import golden
 
 MNIST = "tests/data/db/mnist_test_lmdb"
 SPEC = FeedSpec(
-    MNIST, 16, shuffle="full", seed=4, stop_step=40, depth=4, fingerprints="step", poison=True, engine="ray", workers=1,
+    MNIST, 16, shuffle="full", seed=4, stop_step=60, depth=4, fingerprints="step", poison=True, engine="ray", workers=1,
     remote_workers=1, worker_cpus=0.5, transform=TransformSpec(crop=20, mirror=True), on_bad_record="skip",
 )  # fmt: skip
 
@@ -121,7 +122,11 @@ def test_batches_of_another_node_are_the_same_and_its_loss_loses_nothing(tmp_pat
     ):
         for batch in feed:
             got.append(batch.hashes["fill"])
-            if batch.step == 15:
+            deadline = time.monotonic() + 120
+            while batch.step == 0 and len(feed.stats()["workers"]) < 2:  # or the one that is here makes them all
+                assert time.monotonic() < deadline, "the other node never came in"
+                time.sleep(0.05)
+            if batch.step == 25:
                 makers = [
                     process for process in psutil.process_iter(["cmdline"])
                     if "MakerActor" in " ".join(process.info["cmdline"] or ())
