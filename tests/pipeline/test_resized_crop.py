@@ -82,7 +82,7 @@ def crop(seed: int = 0, phase: Any = "TRAIN", **asked: Any) -> ResizedCrop:
     return made
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 1000), record=st.integers(0, 2**40),
     size=st.tuples(st.integers(1, 700), st.integers(1, 700)),
@@ -265,7 +265,7 @@ def floats_of(image: np.ndarray, box: Box) -> np.ndarray:
     return image[:, top : top + height, left : left + width].astype(np.float64)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(size=st.tuples(st.integers(1, 60), st.integers(1, 60)), seed=st.integers(0, 1000))
 def test_resizing_is_bilinear_between_centres_to_a_level(size: tuple[int, int], seed: int) -> None:
     image, made = picture(seed, (3, *size)), crop(seed)
