@@ -1,27 +1,34 @@
 """The benchmark of conversions by one thread and by two, run small: it must go on working."""
 
+import contextlib
+import io
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
+import types
 
 import pytest
 
 from benchmarks import convert_workers
+from datasets import convert
 
-SCRIPT = Path(convert_workers.__file__)
+
+def here(command, **options):
+    """Convert in this process: starting eight others is not what is tested."""
+    assert command[:3] == [sys.executable, "-m", "datasets.convert"]
+    assert options["check"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert convert.main(command[3:]) == 0
 
 
-def test_it_measures_pairs_and_cleans_up(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
+def test_it_measures_pairs_and_cleans_up(tmp_path, monkeypatch, capsys):
     (tmp_path / "t").mkdir()
-    command = [sys.executable, SCRIPT, "--images", "6", "--rounds", "2", "--out", tmp_path / "out.json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(convert_workers.tempfile, "tempdir", str(tmp_path / "t"))
+    monkeypatch.setattr(convert_workers, "subprocess", types.SimpleNamespace(run=here))
+    assert convert_workers.main(["--images", "6", "--rounds", "2", "--out", str(tmp_path / "out.json")]) == 0
     assert os.listdir(tmp_path / "t") == []
     results = json.loads((tmp_path / "out.json").read_text())
-    assert json.loads(done.stdout) == results
+    assert json.loads(capsys.readouterr().out) == results
     assert (results["images"], results["rounds"]) == (6, 2)
     for mode in convert_workers.MODES:
         seconds = results[mode]["seconds"]

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import copy_overlap
+from pipeline.run import run
+from pipeline.settings import load
 
 
-def test_it_measures_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def here(command: list[str], **options: Any) -> None:
+    """Run the job in this process: a new interpreter for each is not what is tested."""
+    assert command[:3] == [sys.executable, "-m", "pipeline.train"]
+    assert options["check"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert run(load(None, command[3:])) == 0
+
+
+def test_it_measures_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_overlap, "subprocess", types.SimpleNamespace(run=here))
     flags = [
         "--engine",
         "inline",

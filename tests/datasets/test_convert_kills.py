@@ -73,8 +73,11 @@ def stamps(database: Path) -> list[tuple[str, int]]:
     return told
 
 
+@pytest.mark.parametrize("most", [4, pytest.param(15, marks=pytest.mark.long)])
 @pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
-def test_kills_at_any_moment_neither_lose_nor_repeat_a_record(pictures: Path, tmp_path: Path, backend: str) -> None:
+def test_kills_at_any_moment_neither_lose_nor_repeat_a_record(
+    pictures: Path, tmp_path: Path, backend: str, most: int
+) -> None:
     arguments = ["list", str(pictures / "list.txt"), "--backend", backend, "--on-error", "skip"]
     assert run(*arguments[:2], tmp_path / "whole", *arguments[2:]) == 1
     out = tmp_path / "parts" / "out"
@@ -88,7 +91,7 @@ def test_kills_at_any_moment_neither_lose_nor_repeat_a_record(pictures: Path, tm
     command = [sys.executable, "-c", script, *arguments[:2], str(out), *arguments[2:]]
     moments = random.Random(f"{backend} 1")
     kept, kills = [], 0
-    for kill in range(6):
+    for kill in range(most):
         if not killed(command, out, moments.uniform(0, 0.2), writing=kill % 3 > 0):
             break
         kills += 1
@@ -133,8 +136,10 @@ def killed_at(module: Any, name: str, call: int, after: bool, arguments: list[ob
     return status == KILLED
 
 
-@pytest.mark.parametrize("pair", [False, True])
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("after", "pair"),
+    [(False, True), (True, True), (False, False), pytest.param(True, False, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize(
     ("module", "name"),
     [(os, "rename"), (os, "replace"), (shutil, "rmtree"), (convert_work, "remove_manifest"), (os, "unlink")],

@@ -17,7 +17,7 @@ KEYS = [b"%06d/x" % number for number in range(3000)]
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("STALLSCOPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(key_cache, "cache_root", lambda: tmp_path / "cache")  # of keys: compiled code may stay
     monkeypatch.setattr(lmdb_source, "_KEEP_FROM", 1000)
     monkeypatch.setattr(leveldb_source, "_KEEP_FROM", 1000)
     return tmp_path / "cache" / "keys"
@@ -147,7 +147,7 @@ def test_a_full_disk_leaves_no_torn_index(tmp_path, cache, monkeypatch, scans):
     assert list(cache.iterdir()) == []
 
 
-def _open(folder, marks):
+def _open(folder, marks, cache):
     real = key_index.build
 
     def slow(*arguments, **options):
@@ -156,6 +156,7 @@ def _open(folder, marks):
         return real(*arguments, **options)
 
     key_index.build = slow
+    key_cache.cache_root = lambda: cache
     lmdb_source._KEEP_FROM = 1000
     with open_source(folder) as source:
         check(source)
@@ -167,7 +168,7 @@ def test_of_several_processes_one_scans_and_the_others_wait(tmp_path, cache, kil
     marks = tmp_path / "marks"
     marks.mkdir()
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_open, args=(folder, marks)) for _ in range(3)]
+    processes = [context.Process(target=_open, args=(folder, marks, cache.parent)) for _ in range(3)]
     for process in processes:
         process.start()
     if killed:  # the one that scans: its lock goes with it, and the next one takes over

@@ -14,7 +14,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from datasets import lmdb_locate, lmdb_source, lmdb_walk
+from datasets import key_cache, lmdb_locate, lmdb_source, lmdb_walk
 from datasets.errors import DatasetChanged, DatasetCorrupt, DatasetTruncated
 from datasets.key_index import DenseKeys, KeyList
 from datasets.lmdb_file import LmdbFile, Meta, Tree
@@ -49,7 +49,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No places are taken over from a scan, and all that can be is compiled."""
-    monkeypatch.setenv("STALLSCOPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(key_cache, "cache_root", lambda: tmp_path / "cache")  # of keys: compiled code may stay
     monkeypatch.setattr(lmdb_source, "_SCAN_LIMIT", 0)
     monkeypatch.setattr(lmdb_locate, "PLAIN", 0)
 
