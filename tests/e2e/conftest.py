@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +22,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from datasets.convert import main as convert
 
 ROOT = Path(__file__).parents[2]
 IDX = ROOT / "tests" / "data" / "mnist"
@@ -50,6 +58,66 @@ def train(*arguments: str | Path, cwd: Path, timeout_s: float = TIMEOUT_S) -> Fi
         check=False,
     )
     return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def train_forked(*arguments: str | Path, cwd: Path) -> Finished:
+    """The same as :func:`train` in a fork of this process, which has loaded what a job needs: for inline jobs."""
+    from pipeline import train as program
+    from profiler import cli
+
+    _load_what_jobs_need()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                _be_a_program(cwd, out.fileno(), err.fileno(), [program.__name__, *map(str, arguments)])
+                cli.run(program.main)
+                status = 0
+            except SystemExit as end:
+                status = int(end.code or 0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    return Finished(code, *texts)
+
+
+@functools.cache
+def _load_what_jobs_need() -> None:
+    """Most of a short job is loading: libraries, templates, compiled kernels. One job here, and forks have it all."""
+    from pipeline.run import run
+    from pipeline.settings import load
+
+    digits = ROOT / "tests" / "data" / "db" / "mnist_test_lmdb"
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        flags = {
+            "data.train.source": digits, "data.test.source": digits, "feed.engine": "inline", "run.iterations": 1,
+            "run.folder": Path(folder) / "run", "profile.samplers_hz": 0,
+        }  # fmt: skip
+        assert run(load(str(EXAMPLE), [f"--{key}={value}" for key, value in flags.items()])) == 0
+
+
+def _be_a_program(cwd: Path, out: int, err: int, argv: list[str]) -> None:
+    """Leave behind what the tests have set up: their streams, handlers of logs and signals, filters of warnings."""
+    signal.setitimer(signal.ITIMER_REAL, 0)  # of the time-out of the test
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for number, file in ((1, out), (2, err)):
+        os.dup2(file, number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))
+    logging.getLogger().handlers.clear()
+    warnings.resetwarnings()
+    os.chdir(cwd)
+    os.environ.update(environment())
+    sys.path[:0] = [str(cwd), str(ROOT / "tests" / "e2e")]
+    sys.argv = argv
 
 
 class Running:
@@ -162,18 +230,18 @@ class Databases:
             f"--data.test.source={self.folder / f'test_{backend}'}",
         ]
 
+    def digits(self, backend: str) -> list[str]:
+        """The smaller of the two sets for both phases."""
+        folder = self.folder / f"test_{backend}"
+        return [f"--data.train.source={folder}", f"--data.test.source={folder}"]
+
 
 @pytest.fixture(scope="session")
 def databases(tmp_path_factory: pytest.TempPathFactory) -> Databases:
-    """MNIST of tests/data as LMDB and LevelDB, made by ``python -m datasets.convert``."""
+    """MNIST of tests/data as LMDB and LevelDB, made by ``datasets.convert``."""
     folder = tmp_path_factory.mktemp("databases")
     for backend in ("lmdb", "leveldb"):
         for name, prefix in (("train", "train"), ("test", "t10k")):
-            subprocess.run(
-                [
-                    sys.executable, "-m", "datasets.convert", "idx", str(IDX / f"{prefix}-images-idx3-ubyte.gz"),
-                    str(folder / f"{name}_{backend}"), "--backend", backend,
-                ],
-                env=environment(), cwd=folder, check=True, capture_output=True, timeout=TIMEOUT_S,
-            )  # fmt: skip
+            images = str(IDX / f"{prefix}-images-idx3-ubyte.gz")
+            assert convert(["idx", images, str(folder / f"{name}_{backend}"), "--backend", backend]) == 0
     return Databases(folder)

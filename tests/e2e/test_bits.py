@@ -12,11 +12,11 @@ import pyarrow as pa
 import pytest
 
 from gpu.solverstate import read_state
-from tests.e2e.conftest import EXAMPLE, Databases, Running, manifest, report, train
+from tests.e2e.conftest import EXAMPLE, Databases, Running, manifest, report, train, train_forked
 
 ITERATIONS = 200
-# Batches of 32 and few tests keep this under a minute; all else is the example of the README.
-SMALL = ["--data.train.batch=32", "--profile.samplers_hz=0", "--run.checkpoint_every=0"]
+# Batches of 16 from 1,000 digits (three epochs) and few tests keep this short; all else is the example of the README.
+SMALL = ["--data.train.batch=16", "--profile.samplers_hz=0", "--run.checkpoint_every=0"]
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +24,13 @@ def solver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example's solver with two test batches at steps 0, 100 and 200."""
     text = EXAMPLE.with_name("lenet_solver.prototxt").read_text()
     path = tmp_path_factory.mktemp("solver") / "solver.prototxt"
-    path.write_text(text.replace("test_iter: 10", "test_iter: 2"))
+    path.write_text(text.replace("test_iter: 10", "test_iter: 2").replace("display: 50", "display: 20"))
     return path
 
 
 def _job(databases: Databases, solver: Path, folder: Path, backend: str, engine: str, workers: int = 1) -> list[str]:
     return [
-        str(EXAMPLE), *SMALL, *databases.flags(backend), f"--solver={solver}", f"--run.folder={folder}",
+        str(EXAMPLE), *SMALL, *databases.digits(backend), f"--solver={solver}", f"--run.folder={folder}",
         f"--run.iterations={ITERATIONS}", f"--feed.engine={engine}", f"--feed.workers={workers}",
     ]  # fmt: skip
 
@@ -62,7 +62,7 @@ def reference(databases: Databases, solver: Path, tmp_path_factory: pytest.TempP
 @pytest.mark.parametrize(
     ("engine", "workers", "backend"),
     [
-        ("inline", 1, "leveldb"),
+        pytest.param("inline", 1, "leveldb", marks=pytest.mark.long),
         pytest.param("ray", 1, "lmdb", marks=[pytest.mark.ray, pytest.mark.long]),
         pytest.param("ray", 2, "leveldb", marks=pytest.mark.ray),
     ],
@@ -86,10 +86,10 @@ def test_stopped_at_120_and_resumed_is_the_same_run(
 ) -> None:
     """The second part reads from the other kind of database: the same records are the same stream."""
     first = _job(databases, solver, tmp_path / "run", "lmdb", "inline")
-    done = train(*first[:-3], "--run.iterations=120", "--feed.engine=inline", cwd=tmp_path)
+    done = train_forked(*first[:-3], "--run.iterations=120", "--feed.engine=inline", cwd=tmp_path)
     assert done.code == 0, done.err + done.out
     second = _job(databases, solver, tmp_path / "run", "leveldb", "inline")
-    done = train(*second, "--run.if_exists=resume", cwd=tmp_path)
+    done = train_forked(*second, "--run.if_exists=resume", cwd=tmp_path)
     assert done.code == 0, done.err + done.out
     assert "resuming from iteration 120" in done.out
     assert _result(tmp_path / "run") == reference
@@ -102,7 +102,7 @@ def test_a_killed_worker_changes_no_bit_and_is_named(
 ) -> None:
     folder = tmp_path / "run"
     with Running(*_job(databases, solver, folder, "lmdb", "ray", 2), cwd=tmp_path, folder=folder) as job:
-        job.wait_for_step(50)
+        job.wait_for_step(20)
         victim = min(int(path.stem.rpartition("-")[2]) for path in (folder / "events").glob("worker-1-*.arrows"))
         os.kill(victim, signal.SIGKILL)
         assert job.end(90) == 0, job.output

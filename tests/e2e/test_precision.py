@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import EXAMPLE, Databases, report, train
+from tests.e2e import conftest
+from tests.e2e.conftest import EXAMPLE, Databases, report
+from tests.e2e.conftest import train_forked as train
 
 STEPS = 24
 
@@ -55,7 +57,7 @@ def test_worker_processes_change_no_bit(
     databases: Databases, solver: Path, reference: list[str], tmp_path: Path
 ) -> None:
     more = [f"--run.iterations={STEPS}", "--feed.workers=2"]
-    done = train(*job(databases, solver, tmp_path / "run", *more, engine="ray"), cwd=tmp_path)
+    done = conftest.train(*job(databases, solver, tmp_path / "run", *more, engine="ray"), cwd=tmp_path)
     assert done.code == 0, done.err + done.out
     assert result(tmp_path / "run") == reference
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpu.caffemodel import read_weights
 from gpu.solverstate import read_state
-from tests.e2e.conftest import train
+from tests.e2e.conftest import train_forked as train
 
 NET = """
 layer { name: "d" type: "Data" top: "data" top: "label" data_param { batch_size: 8 } }
@@ -28,7 +28,7 @@ def _job(folder: Path, iterations: int, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", [pytest.param("BINARYPROTO", marks=pytest.mark.long), "HDF5"])
+@pytest.mark.parametrize("form", ["BINARYPROTO", "HDF5"])
 def test_14_steps_are_7_and_7_in_a_moved_folder(tmp_path: Path, form: str) -> None:
     (tmp_path / "net.prototxt").write_text(NET)
     (tmp_path / "solver.prototxt").write_text(

@@ -11,7 +11,8 @@ import pytest
 
 from datasets.convert import main as convert
 from gpu.solverstate import read_state
-from tests.e2e.conftest import IDX, ROOT, train
+from tests.e2e.conftest import IDX, ROOT
+from tests.e2e.conftest import train_forked as train
 
 DATA = ROOT / "tests" / "data"
 
