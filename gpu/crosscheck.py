@@ -11,7 +11,8 @@ The JSON document::
     verdict   rounding | beyond | bug: the worst of all; beyond: the whole net is further off than rounding takes it,
               though every layer is right for what it was given: a maximum or a sign fell the other way
     first     {side: {layer, mode, tensor}}, the first offender of each side; null where there is none
-    not_finite {layer, tensor}, the first that holds NaN or infinity in float64 as well: so it was given; or null
+    not_finite {layer, tensor}, the first with NaN or infinity that float64 has as well or float32 cannot but have: it
+               was given, or the values are too large; or null
     layers    [{layer, type, terms {forward, bottom, param}, problems {side: text},
                tensors [{side, mode: isolated | in net | cumulative, name, absolute, relative, ulp, l2, bound,
                          verdict}]}]
@@ -93,6 +94,7 @@ def examine(arguments: argparse.Namespace) -> dict[str, Any]:
             backend=select_backend(name),
             input_shapes=shapes,
             seed=arguments.seed,
+            reuse=arguments.phase == "TRAIN" and not arguments.precision,  # the memory of a job
             precision=precision,
             keep_fp32=keep_fp32,
         )
@@ -140,7 +142,7 @@ def _first(checked: Sequence[Checked], side: str) -> dict[str, str] | None:
 
 
 def _not_finite(checked: Sequence[Checked]) -> dict[str, str] | None:
-    """The first layer in which float64 computed NaN or infinity, too."""
+    """The first layer in which float64 computed NaN or infinity, too, or values that float32 has no number for."""
     found = [
         ("gradient" in tensor.name, {"layer": each.layer, "tensor": tensor.name})
         for each in checked
@@ -247,8 +249,8 @@ def _sentence(document: dict[str, Any], side: str) -> str:
         text = f"{side}: every layer differs from float64 by rounding alone."
         if (given := document["not_finite"]) is not None:
             text += (
-                f" Layer {given['layer']!r} is the first with NaN or infinity ({given['tensor']}), in float64 as well: "
-                "its weights or inputs hold it, or values too large."
+                f" Layer {given['layer']!r} is the first with NaN or infinity ({given['tensor']}), and not by a "
+                "mistake of its own: its weights or inputs hold it, or values too large for float32."
             )
         if further:
             text += (

@@ -75,7 +75,8 @@ def _filler(filler: Any) -> str:
 
 def _values(net: Net, blob: Any) -> dict[str, Any]:
     values = np.asarray(net.backend.to_numpy(blob.device_data), np.float64)
-    return {
-        "mean": float(values.mean()), "std": float(values.std()), "min": float(values.min()),
-        "max": float(values.max()), "zeros": int((values == 0).sum()),
-    }  # fmt: skip
+    with np.errstate(invalid="ignore", over="ignore"):  # weights of a run that diverged are shown as they are
+        return {
+            "mean": float(values.mean()), "std": float(values.std()), "min": float(values.min()),
+            "max": float(values.max()), "zeros": int((values == 0).sum()),
+        }  # fmt: skip

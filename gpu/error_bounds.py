@@ -55,6 +55,7 @@ _PICKS_LARGEST = ("Accuracy", "ArgMax", "SPP")
 """Types whose results jump where two values tie, so moving their inputs tells nothing."""
 _MAX, _ELTWISE_MAX = 0, 2
 _TINY = float(np.finfo(np.float32).tiny)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,14 @@ def shift(moved: np.ndarray, still: np.ndarray) -> float:
     )
 
 
+def representable(wanted: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """``wanted`` with infinity where float32 has no number for it and ``found`` is that infinity, too."""
+    if wanted.shape != found.shape:
+        return wanted
+    beyond = np.isinf(found) & (np.abs(wanted) >= _LARGEST * (1 - UNIT)) & (np.sign(wanted) == np.sign(found))
+    return np.where(beyond, found, wanted)
+
+
 @dataclass(frozen=True)
 class Distance:
     """``absolute``: largest. ``relative``: L2 of the difference over L2 of the reference. ``ulp``: largest in units in
@@ -173,7 +182,7 @@ def distance(found: np.ndarray, wanted: np.ndarray) -> Distance:
     whole, apart = norm(size), norm(gap)
     large = size >= max(float(size.max()) / 1024, _TINY)
     # A value that float32 cannot hold has no unit in the last place there.
-    units = np.spacing(np.minimum(size[large], float(np.finfo(np.float32).max)).astype(np.float32)).astype(np.float64)
+    units = np.spacing(np.minimum(size[large], _LARGEST).astype(np.float32)).astype(np.float64)
     ulp = float((gap[large] / units).max(initial=0.0))
     relative = apart / whole if whole else (0.0 if apart == 0 else math.inf)
     return Distance(float(gap.max()), relative, ulp, apart)

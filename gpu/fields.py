@@ -203,13 +203,22 @@ def _warn(note: str, names: list[str]) -> None:
 def _unknown_types(net: Any) -> Iterator[StallscopeError]:
     """All layers of unsupported types, in one error."""
     known = registry()
-    missing = [f"{layer.name!r} ({layer.type or 'no type'})" for layer in net.layer if layer.type not in known]
+    unknown = [layer for layer in net.layer if layer.type not in known]
+    missing = [f"{layer.name!r} ({layer.type or 'no type'})" for layer in unknown]
     if missing:
+        named = [layer for layer in unknown if layer.python_param.module]
+        hint = "for a type of your own see docs/custom_layers.md"
+        if named:
+            first = named[0]
+            hint = (
+                f"module {first.python_param.module!r} registers no type {first.type!r}: put "
+                f"@gpu.register_layer({first.type!r}) before its class (docs/custom_layers.md)"
+            )
         yield PrototxtError(
             f"the net has {len(missing)} layer(s) of unsupported type",
             expected=f"one of {', '.join(sorted(known))}",
             found=", ".join(missing),
-            hint="for a type of your own see docs/custom_layers.md",
+            hint=hint,
         )
 
 

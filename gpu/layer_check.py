@@ -18,6 +18,7 @@ from gpu.error_bounds import (
     distance,
     largest,
     lengths,
+    representable,
     shift,
     smooth,
 )
@@ -50,7 +51,7 @@ class Tensor:
     bound: float
     verdict: str
     finite: bool = True
-    """Whether all that float64 computed is finite."""
+    """Whether float32 can hold all that float64 computed."""
 
     @property
     def share(self) -> float:
@@ -192,9 +193,10 @@ def _hold(
         still_at = getattr(alone, part)[name]
         by = shift(other, still_at) if other is not None and other.shape == still_at.shape else 0.0
         allowed = bound(want, by, into.terms.of(name))
-        apart = distance(found[name], want)
+        held = representable(want, found[name])
+        apart = distance(found[name], held)
         verdict = ROUNDING if apart.l2 <= allowed else BUG
-        into.tensors.append(Tensor(side, mode, name, apart, allowed, verdict, bool(np.isfinite(want).all())))
+        into.tensors.append(Tensor(side, mode, name, apart, allowed, verdict, bool(np.isfinite(held).all())))
 
 
 def _in_net(
@@ -258,7 +260,7 @@ def _cumulative(
                 got = getattr(found, part).get(kind.format(j))
                 if got is None or want is None or other is None:
                     continue
-                apart = distance(got, want)
+                apart = distance(got, representable(want, got))
                 allowed = bound(want, shift(other, want), terms)
                 verdict = ROUNDING if apart.l2 <= allowed else BEYOND
                 into.tensors.append(Tensor(side, "cumulative", kind.format(j), apart, allowed, verdict))

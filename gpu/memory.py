@@ -82,6 +82,9 @@ class MemoryPlan:
     peak: int
     reuse: bool
 
+    def __str__(self) -> str:
+        return self.table()
+
     def table(self) -> str:
         """The plan as text: a line per buffer by offset, and the sums."""
         width = max([4, *(len(buffer.name) for buffer in self.buffers)])

@@ -9,6 +9,7 @@ The JSON document::
     total       {forward_ms, backward_ms} as above; backward_ms null where there is none
     memory      {block, unshared, params, own, total} bytes
     repeats     {passes, identical, first {layer, pass} or null}
+    not_finite  {layer, pass, values, of}: the first whose results hold NaN or infinity, how many of how many; or null
     algorithms  [{layer, algorithm, forward_ms, backward_ms, workspace, identical, chosen, relative}] or null
     against     as :mod:`gpu.time_compare` says, or null
 """
@@ -43,7 +44,8 @@ SCHEMA = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line. Returns 1 where repeats differ, or where bits differ from those of ``--against``."""
+    """Command line. Returns 1 where repeats differ, where bits differ from those of ``--against``, and where results
+    are NaN or infinite."""
     parser = cli.Parser(prog="python -m gpu.time", description="Time the layers of a net and compare repeats.")
     add_arguments(parser, "TRAIN")
     parser.add_argument("--iterations", type=int, default=10, metavar="N", help="passes to time, and to compare (10)")
@@ -69,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         render(document, Console())
     changed = document["against"] is not None and bool(document["against"]["changed"])
-    return cli.EXIT_NOT_FINE if changed or not document["repeats"]["identical"] else cli.EXIT_OK
+    fine = document["repeats"]["identical"] and document["not_finite"] is None and not changed
+    return cli.EXIT_OK if fine else cli.EXIT_NOT_FINE
 
 
 def examine(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -82,6 +85,7 @@ def examine(arguments: argparse.Namespace) -> dict[str, Any]:
         backend=select_backend(arguments.backend),
         input_shapes=shapes_from(arguments),
         seed=arguments.seed,
+        reuse=arguments.phase == "TRAIN",  # the memory of a job
     )
     inputs = random_inputs(net._graph, arguments.seed)
     params = fingerprint_params(net)
@@ -111,6 +115,9 @@ def examine(arguments: argparse.Namespace) -> dict[str, Any]:
             "identical": measured.first is None,
             "first": dict(zip(("layer", "pass"), measured.first, strict=True)) if measured.first else None,
         },
+        "not_finite": dict(zip(("layer", "pass", "values", "of"), measured.not_finite, strict=True))
+        if measured.not_finite
+        else None,
         "algorithms": algorithms,
         "against": None,
     }
@@ -203,6 +210,13 @@ def render(document: Mapping[str, Any], console: Console) -> None:
         name = escape(repr(first["layer"]))
         sentence = f"[red]passes differ[/red]: layer {name} is the first, in its {first['pass']} pass"
     console.print(sentence, highlight=False)
+    if (wrong := document["not_finite"]) is not None:
+        console.print(
+            f"[red]not finite[/red]: layer {escape(repr(wrong['layer']))} is the first with NaN or infinity, in its "
+            f"{wrong['pass']} pass ({wrong['values']:,} of {wrong['of']:,} values). Such values can take other "
+            "times; gpu.crosscheck tells whether it computed or was given them.",
+            highlight=False,
+        )
     if document["algorithms"] is not None:
         _render_algorithms(document["algorithms"], console)
     if against:

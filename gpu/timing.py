@@ -31,10 +31,12 @@ class LayerTimes:
 
 @dataclass
 class Measured:
-    """``layers`` by name, in order. ``first``: the first layer whose bits differ between repeats, and in which pass."""
+    """``layers`` by name, in order. ``first``: the first layer whose bits differ between repeats, and in which pass.
+    ``not_finite``: the first layer whose results hold NaN or infinity, the pass, and how many of how many values."""
 
     layers: dict[str, LayerTimes]
     first: tuple[str, str] | None
+    not_finite: tuple[str, str, int, int] | None = None
 
 
 def measure(net: Net, inputs: Mapping[str, np.ndarray], iterations: int) -> Measured:
@@ -43,6 +45,7 @@ def measure(net: Net, inputs: Mapping[str, np.ndarray], iterations: int) -> Meas
     On a device each layer is waited for, so its time is its own; what overlaps in a training step does not show.
     """
     found = {layer.name: LayerTimes() for layer in net.layers}
+    not_finite: list[tuple[str, str, int, int]] = []
     wait = _waiter(net)
 
     def timed(layer: Layer, which: str, run: Callable[[], None], _: Callable[[], list[Any]]) -> None:
@@ -56,18 +59,23 @@ def measure(net: Net, inputs: Mapping[str, np.ndarray], iterations: int) -> Meas
 
     def hashed(layer: Layer, which: str, run: Callable[[], None], results: Callable[[], list[Any]]) -> None:
         run()
-        value = ordered_parts([np.ascontiguousarray(net.backend.to_numpy(array)) for array in results()])
+        arrays = [np.ascontiguousarray(net.backend.to_numpy(array)) for array in results()]
+        value = ordered_parts(arrays)
+        wrong, of = _count(arrays)
+        if wrong and not not_finite:
+            not_finite.append((layer.name, which, wrong, of))
         times = found[layer.name]
         (times.forward_hashes if which == "forward" else times.backward_hashes).append(value)
 
-    one_pass(net, inputs)
-    with around_layers(net, timed):
-        for _ in range(iterations):
-            one_pass(net, inputs)
-    with around_layers(net, hashed):
-        for _ in range(iterations):
-            one_pass(net, inputs)
-    return Measured(found, _first_difference(net, found))
+    with np.errstate(all="ignore"):  # what is not finite is told by layer
+        one_pass(net, inputs)
+        with around_layers(net, timed):
+            for _ in range(iterations):
+                one_pass(net, inputs)
+        with around_layers(net, hashed):
+            for _ in range(iterations):
+                one_pass(net, inputs)
+    return Measured(found, _first_difference(net, found), next(iter(not_finite), None))
 
 
 def one_pass(net: Net, inputs: Mapping[str, np.ndarray]) -> None:
@@ -84,6 +92,11 @@ def one_pass(net: Net, inputs: Mapping[str, np.ndarray]) -> None:
 def has_backward(net: Net) -> bool:
     """Whether a pass through this net goes back: in TRAIN, where there is a loss and something to learn."""
     return net.phase == "TRAIN" and any(node.backward for node in net._graph.nodes)
+
+
+def _count(arrays: Sequence[np.ndarray]) -> tuple[int, int]:
+    """Values that are NaN or infinite, and all values."""
+    return sum(int(array.size - np.isfinite(array).sum()) for array in arrays), sum(array.size for array in arrays)
 
 
 @contextmanager

@@ -377,11 +377,11 @@ class Job:
             )
         except ParamShapesError as error:
             raise self._other_samples(error) from error
-        self._describe(solver)
         if self._start is not None:
             solver.restore(self._start.state, weights=self._start.weights)
             if solver.scaler is not None and (scale := self._start.sidecar.get("loss_scale")):
                 solver.scaler.loss_scale.load(scale)
+        self._describe(solver)
         return solver
 
     def _describe(self, solver: Any) -> None:

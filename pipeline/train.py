@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cli.warn_if_shadowed()
     config = load(arguments.config, flags)
     logging.basicConfig(level=config.run.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    for name in ("h5py", "numba", "matplotlib", "PIL"):  # their debugging is not that of a job
+        logging.getLogger(name).setLevel(logging.WARNING)
     warnings.showwarning = _log_warning
 
     # What a job needs takes a second to import: only after its configuration is known to be fine.

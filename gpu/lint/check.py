@@ -13,6 +13,7 @@ from datasets import caffe_pb2
 from gpu import fields
 from gpu.fields import FieldWarning, SettingsError, build_layers
 from gpu.layers.base import Context, Scratch
+from gpu.layers.python import import_types
 from gpu.lint import data_rules, forks, net_rules, solver_rules, weight_rules
 from gpu.lint.finding import Finding, Rule, apply, merged
 from gpu.lint.view import View, view
@@ -56,6 +57,7 @@ def check(
             continue
         if not filtered.net.layer:
             continue
+        found += [(phase, _settings(error)) for error in _imported(filtered)]
         seen = view(filtered)
         all_views[phase] = seen
         found += [(phase, finding) for finding in _built(filtered, seen)]
@@ -120,6 +122,14 @@ def _settings(error: StallscopeError) -> Finding:
     expected = f"Expected: {error.expected}." if error.expected is not None else "Change the setting."
     why = "A net with it is refused."
     return Finding("refused-setting", "error", None, error.what + found, why, error.hint or expected)
+
+
+def _imported(filtered: FilteredNet) -> Iterator[StallscopeError]:
+    """Import the modules that may register types of one's own, as a net does; what keeps one from it."""
+    try:
+        import_types(filtered.net)
+    except StallscopeError as error:
+        yield error
 
 
 def _built(filtered: FilteredNet, seen: View) -> Iterator[Finding]:

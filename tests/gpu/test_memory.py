@@ -353,7 +353,7 @@ def test_a_layer_that_cannot_follow_is_named_and_nothing_changes() -> None:
 
 
 def test_the_plan_of_a_golden_net_can_be_printed(tmp_path: Path) -> None:
-    text = Net(nets.DATA / "nets" / "cifar10_quick_b4.prototxt", "TRAIN", reuse=True).memory_plan().table()
+    text = str(Net(nets.DATA / "nets" / "cifar10_quick_b4.prototxt", "TRAIN", reuse=True).memory_plan())
     lines = text.splitlines()
     assert lines[0].split() == ["name", "kind", "bytes", "offset", "first", "use", "last", "use"]
     assert lines[-1].startswith("total ")
