@@ -74,7 +74,9 @@ def test_debug_lists_the_weights_that_the_training_begins_with(tmp_path: Path, f
     weights = read_weights(state.with_name(f"iter_5.caffemodel{ending}"))
     lines = [line for line in said.splitlines() if line.startswith("DEBUG ")]
     assert {line.split()[1] for line in lines} == {"pipeline.job:"}
-    notes = [json.loads(line) for file in (tmp_path / "second").rglob("*.jsonl") for line in file.open()]
+    notes = [
+        json.loads(line) for file in (tmp_path / "second").rglob("*.jsonl") for line in file.read_text().splitlines()
+    ]
     told = {note["layer"]: note["params"] for note in notes if note.get("note") == "layer"}
     assert told.keys() >= weights.keys()
     for name, blobs in weights.items():
