@@ -215,6 +215,7 @@ class Config(_Model):
     profile: ProfileConfig = Field(default=ProfileConfig(), description="a mapping: detail, fingerprints, ...")
     chaos: tuple[Any, ...] = Field(default=(), strict=False, description="a list of injected faults")
     _notes: tuple[str, ...] = PrivateAttr(default=())
+    _iter_size: int = PrivateAttr(default=1)
 
     def model_post_init(self, _context: Any) -> None:
         _refuse_later_values(self)
@@ -234,6 +235,17 @@ class Config(_Model):
         """The same configuration with more notes."""
         copy = self.model_copy()
         copy._notes = (*self._notes, *notes)
+        return copy
+
+    @property
+    def iter_size(self) -> int:
+        """Batches of a training step, whose gradients are summed: what the solver says, 1 where there is none."""
+        return self._iter_size
+
+    def with_iter_size(self, batches: int) -> Config:
+        """The same configuration with so many batches a step."""
+        copy = self.model_copy()
+        copy._iter_size = batches
         return copy
 
     def source(self, phase: Phase) -> SourceConfig:

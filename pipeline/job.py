@@ -113,14 +113,29 @@ class Job:
         """True when all iterations are done or a signal asked to stop."""
         return self.step >= self.last_step or bool(self.stop)
 
-    def hand_over(self, batch: StagedBatch, arrays: Mapping[str, Any]) -> None:
-        """The net takes the batch's arrays for its next step."""
-        self._fed = ("TRAIN", batch.ids, batch.labels)  # should a label turn out wrong: whose it is
+    def learn(self, batch: StagedBatch, arrays: Mapping[str, Any]) -> float:
+        """One step of the solver on the batch's arrays, in ``iter_size`` parts. Returns the loss before the update."""
         if self._normalise is not None:
             data, *rest = arrays
             arrays = {data: self._normalise(arrays[data]), **{name: arrays[name] for name in rest}}
+        parts = self.config.iter_size
+        size = len(batch) // parts
+        turns = iter(range(0, parts * size, size or 1))
+
+        def part() -> dict[str, Any]:
+            rows = slice(start := next(turns), start + size)
+            # Should a label turn out wrong: whose it is.
+            self._fed = ("TRAIN", batch.ids[rows], batch.labels[rows])
+            return {name: array[rows] for name, array in arrays.items()}
+
+        if parts > 1:
+            loss = self.solver.step_on(part, epoch=batch.epoch)
+            batch.taken()
+            return float(loss)
+        self._fed = ("TRAIN", batch.ids, batch.labels)
         self.solver.take(arrays)
-        batch.taken()
+        batch.taken()  # the net has copied them: another batch may travel while this one is computed with
+        return float(self.solver.step_on(epoch=batch.epoch))
 
     def test_is_due(self) -> bool:
         """Before step i when i is a multiple of test_interval, as in Caffe; not twice at the same place."""
@@ -445,7 +460,8 @@ class Job:
                 if not layer.bottom and layer.type != "DummyData"
                 for top in layer.top
             )
-        shapes = feed.blob_shapes
+        parts = self.config.iter_size if phase == "TRAIN" else 1
+        shapes = [(shape[0] // parts, *shape[1:]) for shape in feed.blob_shapes]
         if not 1 <= len(names) <= len(shapes):
             raise UsageError(
                 f"{net}: the feed cannot fill the inputs of the net in {phase}",

@@ -33,8 +33,7 @@ def train(job: Job) -> None:
                     job.fingerprint_inputs(batch, arrays)
 
             with record.span(Stage.COMPUTE, step=step), device.compute(step=step, epoch=batch.epoch):
-                job.hand_over(batch, arrays)
-                loss = job.solver.step_on(epoch=batch.epoch)
+                loss = job.learn(batch, arrays)
 
             with record.span(Stage.HOST, step=step, flags=Flag.PROFILER):
                 job.fingerprint_outcome(loss)

@@ -60,6 +60,8 @@ def complete(document: dict[str, Any], base: Path) -> Config:
         notes += [f"device.{key} has no effect: device.precision is fp32" for key in idle]
     elif config.device.loss_scale != "dynamic":
         notes += [f"device.{key} has no effect: device.loss_scale is a number" for key in sorted(given & grows)]
+    if solver is not None:
+        config = config.with_iter_size(int(solver.iter_size))
     return config.with_notes(*dict.fromkeys(notes))  # one layer may serve both phases
 
 
@@ -89,13 +91,14 @@ def _solver(document: dict[str, Any], run: dict[str, Any], base: Path, notes: li
     path = document["solver"] = existing("solver", document["solver"], base)
     solver = caffe_pb2.SolverParameter()
     read_message(Path(path), solver)
-    if solver.iter_size > 1 or len(solver.test_iter) > 1:
-        name, value = ("iter_size", solver.iter_size) if solver.iter_size > 1 else ("test_iter", list(solver.test_iter))
+    if len(solver.test_iter) > 1:
         raise UsageError(
-            f"not supported in this version: {name}: {value} in {path}",
-            expected="iter_size 1" if name == "iter_size" else "one test net",
-            hint="make data.train.batch larger instead" if name == "iter_size" else "keep one test_iter",
+            f"not supported in this version: test_iter: {list(solver.test_iter)} in {path}",
+            expected="one test net",
+            hint="keep one test_iter",
         )
+    if solver.iter_size < 1:
+        raise UsageError(f"iter_size of {path} is out of range", expected="1 or more", found=solver.iter_size)
     for field in ("snapshot", "snapshot_prefix"):
         if solver.HasField(field):
             notes.append(f"{field} of {path} has no effect: run.checkpoint_every and run.folder say when and where")

@@ -191,6 +191,7 @@ def stream(config: Config, identity: dict[str, Any]) -> dict[str, Any]:
         "records": identity.get("records"),
         "content": identity.get("content"),
         "batch": source.batch,
+        **({"iter_size": config.iter_size} if config.iter_size > 1 else {}),
         "tail": source.tail,
         "shuffle": config.data.order.shuffle,
         "seed": config.order_seed,

@@ -214,6 +214,7 @@ def feed_spec(
 ) -> FeedSpec:
     """The feed that a job's configuration asks for.
 
+    A batch of TRAIN holds all that a step consumes, ``iter_size`` batches of the net's one after the other.
     A TEST feed reads in order ``none`` through a small ring of its own, filled by one worker that shares a CPU.
     Raises :class:`UsageError` where the phase has no data set or batch size.
     """
@@ -230,7 +231,7 @@ def feed_spec(
     recording = recorder is not None and recorder.enabled
     return FeedSpec(
         source=data.source or "",
-        batch=int(data.batch or 0),
+        batch=int(data.batch or 0) * (1 if test else config.iter_size),
         backend=None if data.backend in ("memory", "python") else data.backend,
         db=data.db,
         labels=data.labels,

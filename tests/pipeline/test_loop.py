@@ -67,11 +67,8 @@ class FakeJob:
         yield
         self.log.append(f"end {step}")
 
-    def hand_over(self, batch: FakeBatch, arrays: dict[str, Any]) -> None:
-        self.log.append(f"hand over {batch.step}")
-
-    def step_on(self, *, epoch: int) -> float:
-        self.log.append(f"solve {self.step}")
+    def learn(self, batch: FakeBatch, arrays: dict[str, Any]) -> float:
+        self.log.append(f"learn from {batch.step}")
         return 0.5
 
     def fingerprint_outcome(self, loss: float) -> None:
@@ -94,7 +91,7 @@ def test_one_step_from_top_to_bottom() -> None:
     job = FakeJob(1, tests=(0,), snapshots=(1,))
     loop.train(job)  # type: ignore[arg-type]
     assert job.log == [
-        "test 0", "next 0", "wait 0", "ahead of 0", "look 0", "begin 0", "hand over 0", "solve 0", "end 0", "loss 0.5",
+        "test 0", "next 0", "wait 0", "ahead of 0", "look 0", "begin 0", "learn from 0", "end 0", "loss 0.5",
         "show 4", "snapshot 1",
     ]  # fmt: skip
 
@@ -102,8 +99,11 @@ def test_one_step_from_top_to_bottom() -> None:
 def test_tests_come_before_their_step_and_snapshots_after_theirs() -> None:
     job = FakeJob(4, tests=(0, 2), snapshots=(2, 4))
     loop.train(job)  # type: ignore[arg-type]
-    order = [entry for entry in job.log if entry.split()[0] in ("test", "solve", "snapshot")]
-    assert order == ["test 0", "solve 0", "solve 1", "snapshot 2", "test 2", "solve 2", "solve 3", "snapshot 4"]
+    order = [entry for entry in job.log if entry.split()[0] in ("test", "learn", "snapshot")]
+    assert order == [
+        "test 0", "learn from 0", "learn from 1", "snapshot 2",
+        "test 2", "learn from 2", "learn from 3", "snapshot 4",
+    ]  # fmt: skip
 
 
 def test_a_request_to_stop_lets_the_step_finish() -> None:
@@ -138,7 +138,7 @@ def test_the_spans_of_a_step_nest_and_add_up(tmp_path: Path) -> None:
 
 def test_an_error_leaves_the_loop_as_it_is() -> None:
     job = FakeJob(3)
-    job.step_on = lambda *, epoch: 1 / 0  # type: ignore[method-assign]
+    job.learn = lambda batch, arrays: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         loop.train(job)  # type: ignore[arg-type]
 
