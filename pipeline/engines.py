@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from pipeline import adaptive
 from pipeline.crew import Crew, FeedError, Launcher
 from pipeline.maker import BatchMaker, LocalReader, Probe, Slot, stream_of
-from pipeline.ring import POLL_S, Blocked, Ready, Ring
+from pipeline.ring import POLL_S, Blocked, Claim, Ready, Ring
 from pipeline.shared import RingError
 from pipeline.spec import FeedSpec
 from pipeline.threads import ThreadCrew
@@ -90,6 +91,21 @@ def _not_held(ring: Ring, step: int) -> None:
         )
 
 
+def _forget_arrays(error: BaseException | None) -> None:
+    """Empty our own frames in an error's tracebacks: arrays in them would keep the ring mapped while the error lives.
+
+    Those of a user's function stay as they are, for a debugger: it is never given a part of the ring.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if str(frame.f_globals.get("__name__")).partition(".")[0] in ("pipeline", "datasets", "profiler"):
+                with contextlib.suppress(RuntimeError):  # it is still running
+                    frame.clear()
+        error = error.__cause__ or error.__context__
+
+
 class InlineEngine:
     """Each batch is made by the consumer's thread when it asks for it. No other process, no Ray."""
 
@@ -101,19 +117,26 @@ class InlineEngine:
         self._source = open_data(spec)
         self._maker = BatchMaker(spec, probed, LocalReader(self._source), recorder)
         self._maker.warm_up()
+        self._unfinished: Claim | None = None
         self.ring, self.slots = _ring(spec, probed, 0)
         self.ring.enter(0)
 
     def get(self, step: int) -> Ready:
         _not_held(self.ring, step)
-        claim = self.ring.claim(0)
+        claim = self._unfinished or self.ring.claim(0)
         if isinstance(claim, Blocked) or claim.step != step:
             raise FeedError(f"step {step} cannot be made now", found=str(claim))
+        self._unfinished = claim  # an error or an interrupt leaves it so, and the step is made anew when asked for
         recorder, flags = self._recorder, Flag.INLINE
         with recorder.span(Stage.BATCH, step=step, slot=claim.slot, flags=flags) as span:
-            made = self._maker.make(step, self.slots[claim.slot], index=claim.slot, flags=flags)
+            try:
+                made = self._maker.make(step, self.slots[claim.slot], index=claim.slot, flags=flags)
+            except BaseException as error:
+                _forget_arrays(error)
+                raise
             span.epoch, span.items = made.epoch, made.items
             at = self.ring.ready(0, claim, items=made.items, epoch=made.epoch, hashes=made.hashes)
+            self._unfinished = None
         recorder.add(Kind.MARK, Stage.READY, at, at, step=step, epoch=made.epoch, slot=claim.slot, flags=flags)
         return self.ring.lease(step)
 

@@ -43,6 +43,13 @@ def spec_of(
     }  # fmt: skip
     if isinstance(config, (str, os.PathLike, Sequence)):
         return _from_path(config, {**position, **options})
+    if not isinstance(config, FeedSpec) and not hasattr(config, "order_seed"):
+        raise UsageError(
+            "a feed cannot be made from this",
+            expected="the path of a data set, a configuration (pipeline.load) or a FeedSpec",
+            found=f"{type(config).__name__}: {str(config)[:80]}",
+            hint="pipeline.load(None, {'data.train.source': ..., ...}) makes a configuration of a mapping",
+        )
     if options:
         raise UsageError(
             f"{next(iter(options))} is no argument of a feed that is made from a {type(config).__name__}",
@@ -52,13 +59,6 @@ def spec_of(
     if isinstance(config, FeedSpec):
         default = {"phase": "TRAIN", "start_step": 0, "stop_step": None, "cycle": None, "origin": 0}
         return replace(config, **{name: value for name, value in position.items() if value != default[name]})
-    if not hasattr(config, "order_seed"):
-        raise UsageError(
-            "a feed cannot be made from this",
-            expected="the path of a data set, a configuration (pipeline.load) or a FeedSpec",
-            found=f"{type(config).__name__}: {str(config)[:80]}",
-            hint="pipeline.load(None, {'data.train.source': ..., ...}) makes a configuration of a mapping",
-        )
     return feed_spec(config, phase, start_step, stop_step, recorder, cycle, origin)
 
 

@@ -34,7 +34,7 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NU
 
 @contextlib.contextmanager
 def running(config: Config | None = None, address: str | None = None, num_cpus: int | None = None) -> Iterator[None]:
-    """A context in which Ray is up.
+    """A context in which Ray is up. What the first of several started, the last one stops, in whatever order they end.
 
     Parameters
     ----------
@@ -51,18 +51,45 @@ def running(config: Config | None = None, address: str | None = None, num_cpus: 
     import ray
 
     if ray.is_initialized():
+        if not _ours.contexts:
+            yield  # somebody else's
+            return
+    else:
+        _start(address, num_cpus)
+    _ours.contexts += 1
+    try:
         yield
-        return
+    finally:
+        _ours.contexts -= 1
+        if not _ours.contexts:
+            _ours.ending.close()
+
+
+class _Ours:
+    """The Ray that a context of this process has started or joined: how many use it, and what ends it."""
+
+    contexts = 0
+    ending = contextlib.ExitStack()
+
+
+_ours = _Ours()
+
+
+def _start(address: str | None, num_cpus: int | None) -> None:
+    import ray
+
     if address is None and os.environ.get("RAY_ADDRESS"):
         address = "auto"  # ray job submit tells the driver so which cluster it belongs to
+    _ours.ending.close()  # of one that somebody else has shut down
     before = _descendants()
     _connect(address, num_cpus)
     started = [] if address else sorted(_descendants() - before)
-    with watching(started) if started else contextlib.nullcontext():
-        try:
-            yield
-        finally:
-            ray.shutdown()  # ends what ray.init started; from a joined cluster it only disconnects
+    with contextlib.ExitStack() as failed:
+        failed.callback(ray.shutdown)
+        if started:
+            _ours.ending.enter_context(watching(started))
+        failed.pop_all()
+    _ours.ending.callback(ray.shutdown)  # ends what ray.init started; from a joined cluster it only disconnects
 
 
 def _descendants() -> set[int]:

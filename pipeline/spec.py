@@ -62,6 +62,12 @@ class TransformSpec:
     resize: tuple[int, int] | None = None
     resized_crop: ResizedCropSpec | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.crop, int) or isinstance(self.crop, bool) or self.crop < 0:
+            raise UsageError("crop is out of range", expected="an integer, 0 or more (pixels)", found=repr(self.crop))
+        if self.color not in ("color", "gray", None):
+            raise UsageError("unknown color", expected="color, gray or None (as stored)", found=repr(self.color))
+
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "tail": ("wrap", "partial", "drop"),

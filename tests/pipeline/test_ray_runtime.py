@@ -30,6 +30,7 @@ class FakeRay:
     def init(self, **options: Any) -> None:
         self.calls.append(("init", options))
         self.seen = dict(os.environ)
+        self.up = True
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
         if self.killed:
             signal.raise_signal(signal.SIGTERM)
@@ -37,6 +38,7 @@ class FakeRay:
             raise self.error
 
     def shutdown(self) -> None:
+        self.up = False
         self.calls.append(("shutdown", {}))
 
 
@@ -76,6 +78,30 @@ def test_one_that_is_up_is_neither_started_nor_stopped(monkeypatch: pytest.Monke
     with ray_runtime.running(address="auto"):
         pass
     assert fake.calls == []
+
+
+def test_the_last_of_several_stops_it_in_whatever_order_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use(monkeypatch, FakeRay())
+    train, test, later = (ray_runtime.running() for _ in range(3))
+    for context in (train, test):
+        context.__enter__()
+    train.__exit__(None, None, None)
+    assert fake.up, "the second feed still uses it"
+    test.__exit__(None, None, None)
+    assert not fake.up
+    with later:
+        assert fake.up
+    assert [name for name, _ in fake.calls] == ["init", "shutdown"] * 2
+
+
+def test_one_that_was_shut_down_by_hand_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use(monkeypatch, FakeRay())
+    with ray_runtime.running():
+        fake.up = False
+        with ray_runtime.running():
+            assert fake.up
+        assert fake.up
+    assert not fake.up
 
 
 @pytest.mark.parametrize("how", ["argument", "environment"])
