@@ -231,16 +231,21 @@ class AheadEngine:
         return {"settled": tuner.settled, "decisions": list(tuner.decisions)} if tuner.decides else None
 
     def _wait(self, step: int, enough: Callable[[], bool]) -> None:
+        self._check()
         self._crew.notice()
         waited_s = 0.0
         while not self.ring.is_ready(step) and not enough():
             _not_held(self.ring, step)
+            self._check()
             before = time.monotonic()
             self.ring.wait_ready(POLL_S, also=self._crew.fds)
             if self.ring.is_ready(step):
                 return
             waited_s += min(time.monotonic() - before, 5 * POLL_S)  # a pause of the whole job is no waiting
             self._crew.watch(step, waited_s)
+
+    def _check(self) -> None:
+        """Raise what is wrong with the system that runs the workers."""
 
     def close(self) -> None:
         self.slots = []
@@ -307,6 +312,7 @@ class RayEngine(CrewEngine):
                 plan.carriers + plan.workers, plan.carriers + plan.most,
             )  # fmt: skip
             self._runtime = stack.pop_all()
+        self._check = ray_runtime.check  # type: ignore[method-assign]
 
     def close(self) -> None:
         with self._runtime:

@@ -13,13 +13,14 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from pipeline.crew import FeedError
+from pipeline.process import Process
 from pipeline.watchdog import watching
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class _Ours:
 
     contexts = 0
     ending = contextlib.ExitStack()
+    servers: tuple[tuple[str, Process], ...] = ()  # without one of these Ray can neither start nor end anything
 
 
 _ours = _Ours()
@@ -86,10 +88,41 @@ def _start(address: str | None, num_cpus: int | None) -> None:
     started = [] if address else sorted(_descendants() - before)
     with contextlib.ExitStack() as failed:
         failed.callback(ray.shutdown)
+        _ours.servers = tuple(_servers(started))
+        for _, server in _ours.servers:
+            _ours.ending.callback(server.close)
         if started:
             _ours.ending.enter_context(watching(started))
         failed.pop_all()
     _ours.ending.callback(ray.shutdown)  # ends what ray.init started; from a joined cluster it only disconnects
+
+
+def _servers(pids: Sequence[int]) -> Iterator[tuple[str, Process]]:
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            name = psutil.Process(pid).name()
+            if name in ("gcs_server", "raylet"):
+                yield name, Process(pid)
+
+
+def check() -> None:
+    """Raise :class:`FeedError` where a server of a Ray of our own has died. Costs microseconds.
+
+    Ray itself says so late or not at all: without its raylet new workers wait for ever, and a minute after the end of its
+    gcs_server it ends this process at once, without a report.
+    """
+    for name, server in _ours.servers if _ours.contexts else ():
+        if not server.alive:
+            raise RayLost(
+                f"Ray has lost its {name} (process {server.pid}): no worker can be started or replaced any more",
+                found=server.exit_status() or "gone",
+                hint="killed by someone, or by the kernel for memory (dmesg | grep -i oom); start again: a job goes on "
+                "from its last snapshot with run.if_exists: resume",
+            )
+
+
+class RayLost(FeedError):
+    """A Ray of our own has died."""
 
 
 def _descendants() -> set[int]:
