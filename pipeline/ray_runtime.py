@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 OBJECT_STORE_BYTES = 256 << 20
 """Of a local Ray: only records of a LevelDB owner go through it; batches lie in the ring."""
 
+_log = logging.getLogger(__name__)
 _RAYS_ANSWERS = (1, int(signal.SIGTERM))  # exit codes of Ray's two handlers of SIGTERM
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
@@ -84,7 +86,15 @@ def _start(address: str | None, num_cpus: int | None) -> None:
         address = "auto"  # ray job submit tells the driver so which cluster it belongs to
     _ours.ending.close()  # of one that somebody else has shut down
     before = _descendants()
-    _connect(address, num_cpus)
+    try:
+        _connect(address, num_cpus)
+    except FeedError as error:
+        if address is not None or isinstance(error.__cause__, OSError):
+            raise
+        # Some of its servers look for a free port and take it a moment later: another start may have been quicker.
+        _log.info("Ray did not start, once more: %s", error.what)
+        ray.shutdown()
+        _connect(address, num_cpus)
     started = [] if address else sorted(_descendants() - before)
     with contextlib.ExitStack() as failed:
         failed.callback(ray.shutdown)
@@ -108,8 +118,8 @@ def _servers(pids: Sequence[int]) -> Iterator[tuple[str, Process]]:
 def check() -> None:
     """Raise :class:`FeedError` where a server of a Ray of our own has died. Costs microseconds.
 
-    Ray itself says so late or not at all: without its raylet new workers wait for ever, and a minute after the end of its
-    gcs_server it ends this process at once, without a report.
+    Ray itself says so late or not at all: without its raylet new workers wait for ever, and a minute after the end of
+    its gcs_server it ends this process at once, without a report.
     """
     for name, server in _ours.servers if _ours.contexts else ():
         if not server.alive:
@@ -132,6 +142,13 @@ def _descendants() -> set[int]:
 def _connect(address: str | None, num_cpus: int | None) -> None:
     import ray
 
+    room = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    if address is None and room < OBJECT_STORE_BYTES:
+        _log.info(
+            "/dev/shm has %.0f MiB free, so Ray keeps its object store of %d MiB on the disk; batches do not go "
+            "through it and are as fast (a container's --shm-size sets the size)",
+            room / 2**20, OBJECT_STORE_BYTES >> 20,
+        )  # fmt: skip
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     variables = worker_environment()
     try:
