@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import time
 from typing import Any
 
@@ -118,4 +119,14 @@ def uneven(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.
             except FileExistsError:
                 _slow = False
         time.sleep(0.015 if _slow else 0.001)
+    return image, label
+
+
+def without_cupy(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    """Fails in a process that has imported cupy, or that Ray has given a device."""
+    assert "cupy" not in sys.modules
+    if "ray" in sys.modules:
+        import ray
+
+        assert not ray.is_initialized() or not ray.get_gpu_ids()
     return image, label
