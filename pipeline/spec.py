@@ -78,6 +78,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "detail": ("off", "steps", "full"),
     "fingerprints": ("off", "step", "layer"),
     "pixels": ("float32", "uint8"),
+    "topology": ("fused", "split"),
 }
 _LEAST = {
     "batch": 1, "depth": 1, "seed": 0, "start_step": 0, "stop_step": 0, "cycle": 1, "origin": 0, "max_restarts": 0,

@@ -20,8 +20,11 @@ class Saboteur:
     between: least and largest number of steps from one fault to the next. most: faults in all.
     """
 
-    def __init__(self, seed: int, between: tuple[int, int] = (4, 12), most: int = 6) -> None:
+    def __init__(
+        self, seed: int, between: tuple[int, int] = (4, 12), most: int = 6, signals: Sequence[signal.Signals] = SIGNALS
+    ) -> None:
         self._rng = np.random.default_rng(seed)
+        self._signals = signals
         self._between, self.left = between, most
         self._next = int(self._rng.integers(*between))
         self.done: list[tuple[int, int, signal.Signals]] = []
@@ -30,7 +33,7 @@ class Saboteur:
         """To be called after each step; ``pids`` are those that may be hit."""
         if step < self._next or not self.left or not pids:
             return
-        pid, how = int(self._rng.choice(pids)), SIGNALS[int(self._rng.integers(len(SIGNALS)))]
+        pid, how = int(self._rng.choice(pids)), self._signals[int(self._rng.integers(len(self._signals)))]
         os.kill(pid, how)
         self.done.append((step, pid, how))
         self.left -= 1
