@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ from pipeline.ring import POLL_S, Blocked, Claim, Ready, Ring
 from pipeline.shared import RingError
 from pipeline.spec import FeedSpec
 from pipeline.threads import ThreadCrew
+from pipeline.tracebacks import forget_arrays
 from pipeline.worker import open_data
 from profiler.events import Flag, Kind, Stage
 from profiler.osread import available_memory
@@ -91,21 +91,6 @@ def _not_held(ring: Ring, step: int) -> None:
         )
 
 
-def _forget_arrays(error: BaseException | None) -> None:
-    """Empty our own frames in an error's tracebacks: arrays in them would keep the ring mapped while the error lives.
-
-    Those of a user's function stay as they are, for a debugger: it is never given a part of the ring.
-    """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            if str(frame.f_globals.get("__name__")).partition(".")[0] in ("pipeline", "datasets", "profiler"):
-                with contextlib.suppress(RuntimeError):  # it is still running
-                    frame.clear()
-        error = error.__cause__ or error.__context__
-
-
 class InlineEngine:
     """Each batch is made by the consumer's thread when it asks for it. No other process, no Ray."""
 
@@ -132,7 +117,7 @@ class InlineEngine:
             try:
                 made = self._maker.make(step, self.slots[claim.slot], index=claim.slot, flags=flags)
             except BaseException as error:
-                _forget_arrays(error)
+                forget_arrays(error)
                 raise
             span.epoch, span.items = made.epoch, made.items
             at = self.ring.ready(0, claim, items=made.items, epoch=made.epoch, hashes=made.hashes)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import feed
+from pipeline import engines
 from pipeline.engines import InlineEngine
 
 PAGE = Path(__file__).parents[2] / "docs" / "feed.md"
@@ -27,7 +27,7 @@ def test_what_the_page_shows_runs(
         shutil.copytree(CROPS, tmp_path / "data" / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(feed, "RayEngine", InlineEngine)  # the same bytes; a start of Ray is other tests' business
+    monkeypatch.setattr(engines, "RayEngine", InlineEngine)  # the same bytes; a start of Ray is other tests' business
     names = {"__name__": "__main__"}
     for block in blocks:
         if block.startswith("# augment.py"):

@@ -281,8 +281,10 @@ def test_a_feed_that_nobody_has_any_more_ends_by_itself(clean: None) -> None:
     del batch
 
 
-def test_a_feed_that_fails_frees_its_memory_while_its_error_lives(clean: None) -> None:
-    with Feed(CROPS, batch=8, python=functions.breaks_on_label_7) as feed, pytest.raises(TransformError) as caught:
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_feed_that_fails_frees_its_memory_while_its_error_lives(clean: None, threads: int) -> None:
+    options: dict[str, Any] = {"batch": 8, "python": functions.breaks_on_label_7, "threads": threads}
+    with Feed(CROPS, **options) as feed, pytest.raises(TransformError) as caught:
         list(feed)
     assert mapped() == 0
     cause: Any = caught.value.__cause__
