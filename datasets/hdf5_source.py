@@ -16,7 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datasets import datum
-from datasets.errors import DatasetChanged, DatasetCorrupt, NotADataset, SourceClosed, SourceError, SourceMissing
+from datasets.errors import (
+    DatasetChanged,
+    DatasetCorrupt,
+    DatasetTruncated,
+    NotADataset,
+    SourceClosed,
+    SourceError,
+    SourceMissing,
+)  # fmt: skip
 from datasets.paired import PairedRecord
 from datasets.sniff import HDF5_MAGIC
 from datasets.source import EVERY_TOP, Record, Source
@@ -88,6 +96,7 @@ class Hdf5Source(Source):
         for number, first, last in self._runs(sorted(set(wanted))):
             start = self._ends[number - 1] if number else 0
             parts = [self._slice(number, top, first - start, last - start) for top in self.tops]
+            self._check_unchanged(number)
             rows.update((first + i, [part[i] for part in parts]) for i in range(last - first))
         return [self._record(index, rows[index]) for index in wanted]
 
@@ -143,6 +152,7 @@ class Hdf5Source(Source):
         try:
             values = file[top][first:last]
         except (OSError, RuntimeError, KeyError, ValueError) as error:
+            self._check_unchanged(number)  # a file that was cut is no bad record, which a job may skip
             raise DatasetCorrupt(
                 f"rows {first} to {last - 1} of the data set {top!r} in {self.files[number]} cannot be read",
                 found=_first_line(error),
@@ -161,15 +171,31 @@ class Hdf5Source(Source):
             self._open, self._pid = OrderedDict(), os.getpid()
         if number not in self._open:
             if _stamp(self.files[number]) != self._stamps[number]:
-                raise DatasetChanged(
-                    f"{self.files[number]} was written to while it was in use",
-                    hint="let the writer finish, then start again",
-                )
+                raise self._changed(number)
             while len(self._open) >= _OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
             self._open[number] = _open(self.files[number])
         self._open.move_to_end(number)
         return self._open[number]
+
+    def _check_unchanged(self, number: int) -> None:
+        """After each read: beyond the end of a file that was cut, the library gives zeros and no error."""
+        status = os.fstat(self._open[number].id.get_vfd_handle())
+        size, time_ns = self._stamps[number]
+        if status.st_size < size:
+            raise DatasetTruncated(
+                f"{self.files[number]} became shorter while it was being read",
+                expected=f"{size:,} bytes",
+                found=f"{status.st_size:,} bytes",
+                hint="was it copied over or cut? start again with the whole file",
+            )
+        if (status.st_size, status.st_mtime_ns) != (size, time_ns):
+            raise self._changed(number)
+
+    def _changed(self, number: int) -> DatasetChanged:
+        return DatasetChanged(
+            f"{self.files[number]} was written to while it was in use", hint="let the writer finish, then start again"
+        )
 
     def _drop(self) -> None:
         with contextlib.ExitStack() as stack:

@@ -313,6 +313,18 @@ class Stream:
         records = len(self.order)
         return records // self.batch if self.tail == "drop" else -(-records // self.batch)
 
+    def epoch_of(self, step: int) -> int:
+        """The epoch that a step belongs to: that of its first item."""
+        if self.tail == "wrap":
+            return step * self.batch // len(self.order)
+        return step // self.steps_per_epoch
+
+    def first_step(self, epoch: int) -> int:
+        """The first step that belongs to an epoch, or to a later one where a batch is longer than an epoch."""
+        if self.tail == "wrap":
+            return -(-epoch * len(self.order) // self.batch)
+        return epoch * self.steps_per_epoch
+
     def at(self, step: int) -> Items:
         """The items of a step. Raises :class:`UsageError` if the step is negative."""
         if step < 0:

@@ -1,7 +1,8 @@
 """Records in motion: the feed and its workers, the training loop, and the job round it.
 
-``pipeline.Feed(config)`` iterates over batches; ``pipeline.load(path, flags)`` reads a configuration. Both load when
-they are first used: importing this package imports neither Ray nor a database library.
+``pipeline.Feed(config)``, or ``Feed("data/train_lmdb", batch=64)``, iterates over batches; ``pipeline.load(path,
+flags)`` reads a configuration. Both load when they are first used: importing this package imports neither Ray nor a
+database library.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipeline.batch import Batch
     from pipeline.config import Config
-    from pipeline.feed import Batch, Feed
+    from pipeline.feed import Feed
     from pipeline.settings import load
 
 __all__ = ["Batch", "Config", "Feed", "load"]
 
-_HOME = {"Batch": "pipeline.feed", "Config": "pipeline.config", "Feed": "pipeline.feed", "load": "pipeline.settings"}
+_HOME = {"Batch": "pipeline.batch", "Config": "pipeline.config", "Feed": "pipeline.feed", "load": "pipeline.settings"}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from pipeline.process import Process
 from pipeline.ring import POLL_S, Ring
 from pipeline.spec import FeedSpec
+from profiler import osread
 from profiler.errors import StallscopeError
 from profiler.events import Kind, Stage
 from profiler.recorder import Recorder
@@ -97,6 +98,7 @@ class Crew:
     ) -> None:
         self.ring, self.spec, self.launcher, self.recorder = ring, spec, launcher, recorder
         self.restarts = 0
+        self._oom_kills = osread.oom_kills()
         self._batch_of = batch_of
         self._errors: dict[int, BaseException] = {}  # by the step that failed, -1: before any step
         self._looked_s = 0.0  # when all were last looked at
@@ -285,10 +287,10 @@ class Crew:
             if step < 0:
                 return  # it held nothing
         status = status or text or "unknown"
-        batch, meaning = self._batch_of(step) if step >= 0 else {}, _meaning(status)
+        batch, meaning = self._batch_of(step) if step >= 0 else {}, self._meaning(status, how)
         self.recorder.note(
             "worker_lost", worker=member.row + 1, actor=self.spec.first_actor + member.row, pid=pid, lost_pid=pid,
-            how=how, exit=status, meaning=meaning, step=step, **batch,
+            how=how, exit=status, meaning=meaning, step=step, available_mib=osread.available_memory() >> 20, **batch,
         )  # fmt: skip
         if member.retired:
             return  # nobody takes its place
@@ -300,10 +302,23 @@ class Crew:
                 + (f" while it made step {step} ({batch})" if step >= 0 else ""),
                 expected=f"at most {self.spec.max_restarts} lost workers (feed.max_restarts)",
                 found=f"{self.restarts}; this one {how}: {status}" + (f" ({meaning})" if meaning else ""),
-                hint=_hint(status),
+                hint=_hint(meaning or status),
             )
         member.job = self.launcher.launch(member.row)
         member.started_s, member.lost_ns = time.monotonic(), lost_ns
+
+    def _meaning(self, status: str, how: str) -> str | None:
+        """What an exit status most likely stands for; None where it says nothing."""
+        before, self._oom_kills = self._oom_kills, osread.oom_kills()
+        if "SIGKILL" not in status and status != "unknown":
+            return next((text for name, text in _MEANINGS.items() if name in status), None)
+        if how != "died":
+            return None  # it was killed here
+        if isinstance(before, int) and isinstance(self._oom_kills, int):
+            if self._oom_kills > before:
+                return _OUT_OF_MEMORY
+            return "killed by someone: the kernel has killed nothing here for memory" if status == "SIGKILL" else None
+        return "killed by someone, or by the kernel for memory" if status == "SIGKILL" else None
 
     def _not_started(self, member: _Member) -> None:
         pending = [other for other in self._members if other.process is None and not other.over]
@@ -346,23 +361,20 @@ class Crew:
             member.process = None
 
 
+_OUT_OF_MEMORY = "killed by the kernel: out of memory"
 _MEANINGS = {
     "SIGBUS": "a mapped file shrank or is truncated",
-    "SIGKILL": "killed by someone, or by the kernel for memory",
     "SIGSEGV": "a crash in native code",
 }
 _HINTS = {
-    "SIGBUS": "let whatever copies or writes the database finish, then python -m datasets.verify",
-    "SIGKILL": "dmesg | grep -i oom; a smaller feed.depth or fewer workers need less memory",
-    "SIGSEGV": "run with --feed.engine inline under python -X faulthandler",
+    "mapped file": "let whatever copies or writes the database finish, then python -m datasets.verify",
+    "out of memory": "fewer feed.workers, a smaller feed.depth or data.train.batch, or more memory for this container",
+    "native code": "run with --feed.engine inline under python -X faulthandler",
+    "killed by someone": "what ends processes here: a person, a scheduler's limit, ray stop? "
+    "The system's log (dmesg, journalctl) may know",
 }
 
 
-def _meaning(status: str) -> str | None:
-    """What an exit status most likely stands for; None where it says nothing."""
-    return next((text for name, text in _MEANINGS.items() if name in status), None)
-
-
-def _hint(status: str) -> str:
+def _hint(meaning: str) -> str:
     inline = "run with --feed.engine inline to see the failure in this process"
-    return next((text for name, text in _HINTS.items() if name in status), inline)
+    return next((text for name, text in _HINTS.items() if name in meaning), inline)

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 from pipeline import adaptive
 from pipeline.crew import Crew, FeedError, Launcher
 from pipeline.maker import BatchMaker, LocalReader, Probe, Slot, stream_of
-from pipeline.ring import POLL_S, Blocked, Ready, Ring
+from pipeline.ring import POLL_S, Blocked, Claim, Ready, Ring
 from pipeline.shared import RingError
 from pipeline.spec import FeedSpec
 from pipeline.threads import ThreadCrew
+from pipeline.tracebacks import forget_arrays
 from pipeline.worker import open_data
 from profiler.events import Flag, Kind, Stage
 from profiler.osread import available_memory
@@ -101,19 +102,26 @@ class InlineEngine:
         self._source = open_data(spec)
         self._maker = BatchMaker(spec, probed, LocalReader(self._source), recorder)
         self._maker.warm_up()
+        self._unfinished: Claim | None = None
         self.ring, self.slots = _ring(spec, probed, 0)
         self.ring.enter(0)
 
     def get(self, step: int) -> Ready:
         _not_held(self.ring, step)
-        claim = self.ring.claim(0)
+        claim = self._unfinished or self.ring.claim(0)
         if isinstance(claim, Blocked) or claim.step != step:
             raise FeedError(f"step {step} cannot be made now", found=str(claim))
+        self._unfinished = claim  # an error or an interrupt leaves it so, and the step is made anew when asked for
         recorder, flags = self._recorder, Flag.INLINE
         with recorder.span(Stage.BATCH, step=step, slot=claim.slot, flags=flags) as span:
-            made = self._maker.make(step, self.slots[claim.slot], index=claim.slot, flags=flags)
+            try:
+                made = self._maker.make(step, self.slots[claim.slot], index=claim.slot, flags=flags)
+            except BaseException as error:
+                forget_arrays(error)
+                raise
             span.epoch, span.items = made.epoch, made.items
             at = self.ring.ready(0, claim, items=made.items, epoch=made.epoch, hashes=made.hashes)
+            self._unfinished = None
         recorder.add(Kind.MARK, Stage.READY, at, at, step=step, epoch=made.epoch, slot=claim.slot, flags=flags)
         return self.ring.lease(step)
 
@@ -208,16 +216,21 @@ class AheadEngine:
         return {"settled": tuner.settled, "decisions": list(tuner.decisions)} if tuner.decides else None
 
     def _wait(self, step: int, enough: Callable[[], bool]) -> None:
+        self._check()
         self._crew.notice()
         waited_s = 0.0
         while not self.ring.is_ready(step) and not enough():
             _not_held(self.ring, step)
+            self._check()
             before = time.monotonic()
             self.ring.wait_ready(POLL_S, also=self._crew.fds)
             if self.ring.is_ready(step):
                 return
             waited_s += min(time.monotonic() - before, 5 * POLL_S)  # a pause of the whole job is no waiting
             self._crew.watch(step, waited_s)
+
+    def _check(self) -> None:
+        """Raise what is wrong with the system that runs the workers."""
 
     def close(self) -> None:
         self.slots = []
@@ -284,6 +297,7 @@ class RayEngine(CrewEngine):
                 plan.carriers + plan.workers, plan.carriers + plan.most,
             )  # fmt: skip
             self._runtime = stack.pop_all()
+        self._check = ray_runtime.check  # type: ignore[method-assign]
 
     def close(self) -> None:
         with self._runtime:

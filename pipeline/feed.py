@@ -1,7 +1,7 @@
 """The consumer's side of the feed: batches in strict order, each a view of a slot of the ring.
 
-    with Feed(config) as feed:
-        for batch in feed:
+    with Feed("data/train_lmdb", batch=64, shuffle=True) as feed:     # or Feed(config)
+        for batch in feed.epoch():
             ...                      # batch.data, batch.labels, batch.ids: valid until the batch is given back
 
 A batch is given back by ``batch.release()``, and in any case when the next one is asked for, unless ``batch.hold()``
@@ -11,116 +11,34 @@ was called: whoever holds must release. The position is one number, ``next_step`
 
 from __future__ import annotations
 
-import math
+import atexit
+import os
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import bad_records
+from pipeline.batch import Batch
 from pipeline.crew import FeedError
 from pipeline.engines import Engine, engine_of, start_depth
-from pipeline.maker import Slot, probe, stream_of
+from pipeline.feed_options import Wanted, spec_of
+from pipeline.maker import probe, stream_of
 from pipeline.ring import Ready
-from pipeline.spec import FeedSpec, Phase, feed_spec
+from pipeline.spec import FeedSpec, Phase
 from pipeline.transforms import Transform
 from pipeline.worker import open_data
 from profiler.errors import StallscopeError, UsageError
 from profiler.events import Flag, Stage
 from profiler.recorder import NULL, Recorder
 
-if TYPE_CHECKING:
-    from pipeline.config import Config
-
-
-class Batch:
-    """One batch, in its slot. Its arrays are views that end with :meth:`release`.
-
-    Attributes
-    ----------
-    step, epoch: position in the stream; epoch is that of the first item.
-    data: float32[B, C, H, W], or uint8 where the spec says so (``pixels``); labels: int32[B] or float32[B, K].
-    ids, epochs: int64[B], record and epoch of each item.
-    hashes: of ids, ids_set, raw, raw_set, fill (see docs/design.md); empty when fingerprints are off.
-    """
-
-    def __init__(self, feed: Feed, ready: Ready, slot: Slot) -> None:
-        self._feed: Feed | None = feed
-        self._slot: Slot | None = slot
-        self._count = ready.items
-        self._held = False
-        self._bad: list[Any] = []
-        if slot.bad is not None and slot.bad_count is not None and slot.bad_count[0]:
-            self._bad = bad_records.read_rows(slot.bad, slot.bad_count)
-        self._blobs = feed.probe.blobs
-        self._ready = ready
-        self.step, self.epoch, self.slot = ready.step, ready.epoch, ready.slot
-        self.hashes = ready.hashes
-
-    def __len__(self) -> int:
-        return self._count
-
-    @property
-    def data(self) -> np.ndarray:
-        return self._live().samples(self._count)
-
-    @property
-    def labels(self) -> np.ndarray:
-        return self._live().labels[: self._count]
-
-    @property
-    def blobs(self) -> list[np.ndarray]:
-        """The arrays as a net takes them: data and labels, or what a source with shapes of its own says."""
-        shapes = self._blobs
-        if not shapes:
-            return [self.data, self.labels]
-        arrays, at = [self.data.reshape(self._count, *shapes[0])], 0
-        labels = self.labels.reshape(self._count, -1)
-        for shape in shapes[1:]:
-            part = np.ascontiguousarray(labels[:, at : at + math.prod(shape)])
-            arrays.append(part.reshape(self._count, *shape))
-            at += math.prod(shape)
-        return arrays
-
-    @property
-    def ids(self) -> NDArray[np.int64]:
-        return self._live().ids[: self._count]
-
-    @property
-    def epochs(self) -> NDArray[np.int64]:
-        return self._live().epochs[: self._count]
-
-    def hold(self) -> Self:
-        """Keep the batch beyond the next one; :meth:`release` must be called later."""
-        self._held = True
-        return self
-
-    def release(self) -> None:
-        """Give the slot back; it may be filled again at once. Idempotent.
-
-        In the thread that takes the batches; of a batch that is held, in one other.
-        """
-        feed = self._feed
-        self._forget()
-        if feed is not None:
-            feed._release(self)
-
-    def _forget(self) -> None:
-        """Refuse to be read from now on, and keep no memory of the ring."""
-        self._feed = self._slot = None
-
-    def _live(self) -> Slot:
-        if self._slot is None:
-            raise FeedError(
-                f"the batch of step {self.step} was given back, its slot may hold another one by now",
-                hint="copy what is needed before release(), or call batch.hold() before the next batch is asked for",
-            )
-        return self._slot
+__all__ = ["Batch", "Feed"]
 
 
 class Feed:
@@ -128,30 +46,34 @@ class Feed:
 
     Parameters
     ----------
-    config: a job's configuration, or a :class:`FeedSpec`, which then decides everything.
+    config: a job's configuration (``pipeline.load``), a :class:`FeedSpec`, or the path of a data set (or several).
     phase: which data set of the configuration.
     start_step, stop_step: first step, and first step that is not made; None: endless.
     recorder: records FEED_WAIT spans in the consumer's thread and notes about workers.
+    epochs: end after so many epochs, counted from the first, whatever ``start_step`` is; in place of ``stop_step``.
     cycle: of a TEST feed: step s stands for step s mod cycle. origin: the step that gets the stream's first batch.
+    options: beside a path: ``batch``, ``shuffle`` (True, or as in a configuration), ``seed``, ``tail`` or
+        ``drop_last``, ``workers`` (processes, through Ray; without it batches are made in this process), ``crop``,
+        ``mirror``, ``mean_value``, ``scale``, ``python``, and what else a FeedSpec and its TransformSpec know.
 
-    Record 0 is read here to settle the shapes; processes start at the first batch or at ``with``.
+    Record 0 is read here to settle the shapes; processes start at the first batch or at ``with``. They end with
+    :meth:`close`, at the end of ``with``, when nobody has the feed any more and when this process ends.
     """
 
     def __init__(
         self,
-        config: Config | FeedSpec,
+        config: Wanted,
         phase: Phase = "TRAIN",
         start_step: int = 0,
         stop_step: int | None = None,
         recorder: Recorder = NULL,
         *,
+        epochs: int | None = None,
         cycle: int | None = None,
         origin: int = 0,
+        **options: Any,
     ) -> None:
-        if isinstance(config, FeedSpec):
-            self.spec = config
-        else:
-            self.spec = feed_spec(config, phase, start_step, stop_step, recorder, cycle, origin)
+        self.spec = spec_of(config, phase, start_step, stop_step, recorder, cycle, origin, options)
         self.recorder = recorder
         source = open_data(self.spec)
         try:
@@ -161,8 +83,14 @@ class Feed:
             source.close()
         self.spec = replace(self.spec, identity=self._identity)  # whoever else opens it must find the same
         self._stream = stream_of(self.spec, self.probe.records)
+        if epochs is not None:
+            epochs, cycle = self._checked(epochs), self.spec.cycle
+            last = epochs * cycle if cycle else self.spec.origin + self._stream.first_step(epochs)
+            self.spec = replace(self.spec, stop_step=last)
         self._next_step = self.spec.start_step
         self._engine: Engine | None = None
+        self._end: weakref.finalize[Any, Any] | None = None  # closes the engine, once
+        self._pid = os.getpid()
         self._last: Batch | None = None
         self._ahead: deque[Batch] = deque()  # leased before their turn
         self._out: set[Batch] = set()  # those that have not been given back
@@ -227,7 +155,54 @@ class Feed:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Steps that an epoch takes; with ``tail: wrap`` the last of them may be shared with the next epoch."""
         return self._stream.steps_per_epoch
+
+    def __len__(self) -> int:
+        """Steps from the first to the last. Raises :class:`TypeError` for an endless feed, as its kind does."""
+        if self.spec.stop_step is None:
+            raise TypeError("a feed without epochs or stop_step has no end and no len(); see feed.steps_per_epoch")
+        return max(0, self.spec.stop_step - self.spec.start_step)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        spec, closed = self.spec, ", closed" if self._closed else ""
+        source = spec.source if isinstance(spec.source, str) else ", ".join(spec.source)
+        return (
+            f"<Feed of {source}: {self.records} records, batch {spec.batch}, {spec.engine}, "
+            f"next step {self._next_step}{closed}>"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise FeedError(
+            "a feed cannot be sent to another process: it is tied to the one that reads its batches",
+            hint="send feed.spec and feed.state_dict(), and make a Feed of them there",
+        )
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that a step belongs to, with its first item; of a feed with ``cycle``, which round."""
+        cycle = self.spec.cycle
+        return step // cycle if cycle else self._stream.epoch_of(self.spec.place(step))
+
+    def epoch(self) -> Iterator[Batch]:
+        """The batches that are left of the epoch of the next step; the next call gives the next epoch.
+
+        With ``tail: wrap`` a batch belongs to the epoch of its first item; of a feed with ``cycle``, a round is one.
+        """
+        now, stop = self.epoch_of(self._next_step), self.spec.stop_step
+        while self.epoch_of(self._next_step) == now and (stop is None or self._next_step < stop):
+            yield next(self)
+
+    def _checked(self, epochs: Any) -> int:
+        if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 0 or self.spec.stop_step is not None:
+            raise UsageError(
+                "epochs of a feed is out of range, or beside stop_step",
+                expected="an integer, 0 or more, and no stop_step",
+                found=f"epochs {epochs!r}, stop_step {self.spec.stop_step}",
+            )
+        return epochs
 
     @property
     def next_step(self) -> int:
@@ -267,6 +242,7 @@ class Feed:
 
         The slot is leased from here on. None where the batch is not ready or there is none, and from an inline engine.
         """
+        self._check_process()
         while len(self._ahead) <= ahead:
             step, stop = self._next_step + len(self._ahead), self.spec.stop_step
             if self._failed is not None or self._engine is None or (stop is not None and step >= stop):
@@ -316,17 +292,39 @@ class Feed:
             self._out.pop()._forget()
         if self._tally is not None:
             self._tally.close()
+        self._stop()
+
+    def _stop(self) -> None:
+        """End the engine, if there is one."""
         engine, self._engine = self._engine, None
-        if engine is not None:
+        end, self._end = self._end, None
+        if engine is not None and end is not None:
             self._restarts, self._tuning, self._depth = engine.restarts, engine.tuning(), engine.ring.depth
-            engine.close()
+            atexit.unregister(end)
+            end()
 
     def _started(self) -> Engine:
         if self._closed:
             raise FeedError("this feed is closed", hint="open another one; state_dict() says where this one stood")
+        self._check_process()
         if self._engine is None:
             self._engine = engine_of(self.spec, self.probe, self.recorder)
+            self._pid = os.getpid()
+            self._end = weakref.finalize(self, _close, self._engine, self._pid)
+            # At the end of this process, and after the import of Ray: so before Ray's own farewell.
+            self._end.atexit = False
+            atexit.register(self._end)
         return self._engine
+
+    def _check_process(self) -> None:
+        """Refuse to be used in a forked copy: what it would change is the memory of the feed that it is a copy of."""
+        if self._engine is not None and os.getpid() != self._pid:
+            raise FeedError(
+                f"this feed was started by process {self._pid} and cannot be used in process {os.getpid()}",
+                expected="a feed of its own for each process that reads batches",
+                hint="start processes before the first batch is taken, or with the method 'spawn'; "
+                "workers of a feed are told by feed.workers, not by a loader round it",
+            )
 
     def _count_time(self, engine: Engine, batch: Batch, began_ns: int) -> None:
         """How long this batch was waited for, and what the consumer did before it."""
@@ -381,13 +379,21 @@ class Feed:
             **({"origin": spec.origin} if spec.origin else {}),
         }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another feed stood. Only before the first batch.
 
         Raises :class:`UsageError` where the state belongs to another stream.
         """
-        if self._engine is not None or self._closed:
-            raise UsageError("the position of a feed can only be set before it has started")
+        if not self._first or self._ahead or self._closed:
+            raise UsageError(
+                "the position of a feed can only be set before it has started: a batch was taken, or it is closed",
+                hint="make another Feed for the saved position",
+            )
+        step = state.get("next_step") if isinstance(state, Mapping) else None
+        if not isinstance(step, int) or step < 0:
+            raise UsageError(
+                "this is no position of a feed", expected="what state_dict() gave: next_step and the rest", found=state
+            )
         mine = self.state_dict()
         for key in {**mine, "origin": None}:
             if key not in ("next_step", "bad_records") and state.get(key) != mine.get(key):
@@ -397,9 +403,10 @@ class Feed:
                     found=state.get(key),
                     hint="resume with the same data set and data.* settings, or start anew",
                 )
-        self._next_step = int(state["next_step"])
-        self.spec = self.spec.starting_at(self._next_step)
-        self.remember_bad(state["bad_records"])
+        self._stop()  # `with` has started it already, at another step
+        self._next_step = step
+        self.spec = self.spec.starting_at(step)
+        self.remember_bad(state.get("bad_records", ()))
 
     def remember_bad(self, records: Iterable[int]) -> None:
         """Count these records as known to be bad: an earlier part of the run found them (``state_dict`` tells)."""
@@ -431,3 +438,9 @@ class Feed:
             "slot_bytes": self.probe.layout.nbytes,
             "bad_records": self._tally.stats() if self._tally else None,
         }
+
+
+def _close(engine: Engine, pid: int) -> None:
+    """End what a feed has started, where it was started: a forked copy must not end its parent's workers."""
+    if os.getpid() == pid:
+        engine.close()

@@ -209,7 +209,7 @@ class Job:
         """Write weights, solver state and the sidecar of this step."""
         position = {
             "position": {**self.feed.state_dict(), "next_step": self.step},
-            "epoch": (self.step - self.feed.spec.origin) // self.feed.steps_per_epoch,
+            "epoch": self.feed.epoch_of(self.step),
             "stream": self.stream,
             "seeds": {"run": self.config.run.seed, "order": self.config.order_seed, "solver": self.solver.seed},
             "net": runfolder.file_identity(self.config.net),

@@ -9,17 +9,19 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from pipeline.crew import FeedError
+from pipeline.process import Process
 from pipeline.watchdog import watching
 
 if TYPE_CHECKING:
@@ -28,13 +30,14 @@ if TYPE_CHECKING:
 OBJECT_STORE_BYTES = 256 << 20
 """Of a local Ray: only records of a LevelDB owner go through it; batches lie in the ring."""
 
+_log = logging.getLogger(__name__)
 _RAYS_ANSWERS = (1, int(signal.SIGTERM))  # exit codes of Ray's two handlers of SIGTERM
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 @contextlib.contextmanager
 def running(config: Config | None = None, address: str | None = None, num_cpus: int | None = None) -> Iterator[None]:
-    """A context in which Ray is up.
+    """A context in which Ray is up. What the first of several started, the last one stops, in whatever order they end.
 
     Parameters
     ----------
@@ -51,18 +54,85 @@ def running(config: Config | None = None, address: str | None = None, num_cpus: 
     import ray
 
     if ray.is_initialized():
+        if not _ours.contexts:
+            yield  # somebody else's
+            return
+    else:
+        _start(address, num_cpus)
+    _ours.contexts += 1
+    try:
         yield
-        return
+    finally:
+        _ours.contexts -= 1
+        if not _ours.contexts:
+            _ours.ending.close()
+
+
+class _Ours:
+    """The Ray that a context of this process has started or joined: how many use it, and what ends it."""
+
+    contexts = 0
+    ending = contextlib.ExitStack()
+    servers: tuple[tuple[str, Process], ...] = ()  # without one of these Ray can neither start nor end anything
+
+
+_ours = _Ours()
+
+
+def _start(address: str | None, num_cpus: int | None) -> None:
+    import ray
+
     if address is None and os.environ.get("RAY_ADDRESS"):
         address = "auto"  # ray job submit tells the driver so which cluster it belongs to
+    _ours.ending.close()  # of one that somebody else has shut down
     before = _descendants()
-    _connect(address, num_cpus)
+    try:
+        _connect(address, num_cpus)
+    except FeedError as error:
+        if address is not None or isinstance(error.__cause__, OSError):
+            raise
+        # Some of its servers look for a free port and take it a moment later: another start may have been quicker.
+        _log.info("Ray did not start, once more: %s", error.what)
+        ray.shutdown()
+        _connect(address, num_cpus)
     started = [] if address else sorted(_descendants() - before)
-    with watching(started) if started else contextlib.nullcontext():
-        try:
-            yield
-        finally:
-            ray.shutdown()  # ends what ray.init started; from a joined cluster it only disconnects
+    with contextlib.ExitStack() as failed:
+        failed.callback(ray.shutdown)
+        _ours.servers = tuple(_servers(started))
+        for _, server in _ours.servers:
+            _ours.ending.callback(server.close)
+        if started:
+            _ours.ending.enter_context(watching(started))
+        failed.pop_all()
+    _ours.ending.callback(ray.shutdown)  # ends what ray.init started; from a joined cluster it only disconnects
+
+
+def _servers(pids: Sequence[int]) -> Iterator[tuple[str, Process]]:
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            name = psutil.Process(pid).name()
+            if name in ("gcs_server", "raylet"):
+                yield name, Process(pid)
+
+
+def check() -> None:
+    """Raise :class:`FeedError` where a server of a Ray of our own has died. Costs microseconds.
+
+    Ray itself says so late or not at all: without its raylet new workers wait for ever, and a minute after the end of
+    its gcs_server it ends this process at once, without a report.
+    """
+    for name, server in _ours.servers if _ours.contexts else ():
+        if not server.alive:
+            raise RayLost(
+                f"Ray has lost its {name} (process {server.pid}): no worker can be started or replaced any more",
+                found=server.exit_status() or "gone",
+                hint="killed by someone, or by the kernel for memory (dmesg | grep -i oom); start again: a job goes on "
+                "from its last snapshot with run.if_exists: resume",
+            )
+
+
+class RayLost(FeedError):
+    """A Ray of our own has died."""
 
 
 def _descendants() -> set[int]:
@@ -72,6 +142,13 @@ def _descendants() -> set[int]:
 def _connect(address: str | None, num_cpus: int | None) -> None:
     import ray
 
+    room = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    if address is None and room < OBJECT_STORE_BYTES:
+        _log.info(
+            "/dev/shm has %.0f MiB free, so Ray keeps its object store of %d MiB on the disk; batches do not go "
+            "through it and are as fast (a container's --shm-size sets the size)",
+            room / 2**20, OBJECT_STORE_BYTES >> 20,
+        )  # fmt: skip
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     variables = worker_environment()
     try:

@@ -87,7 +87,7 @@ class RingAddress:
 class Claim(NamedTuple):
     step: int
     slot: int
-    redo: bool
+    redo: int  # times the step was begun before: its generation, beside the step
 
 
 class Ready(NamedTuple):
@@ -293,19 +293,21 @@ class Ring:
             if not redo:
                 words[_NEXT_STEP] = step + 1
             more = not states[self.slot_of(step + 1)]
+            attempt = words[at + _REDONE]
         if more:  # the byte that woke us may have stood for two free slots
             wake(self._free)
-        return Claim(step, slot, redo)
+        return Claim(step, slot, attempt)
 
     def ready(self, row: int, claim: Claim, *, items: int, epoch: int, hashes: dict[str, int]) -> int:
         """FILLING → READY; returns the time of it (monotonic ns). Raises :class:`RingError` if the claim is lost."""
         words, me, at = self._words, layout.worker_at(row), layout.slot_at(claim.slot)
         with self.lock:
-            if (words[at + _STATE], words[at + _OWNER], words[at + _STEP]) != (_FILLING, row, claim.step):
+            found = (words[at + _STATE], words[at + _OWNER], words[at + _STEP], words[at + _REDONE])
+            if found != (_FILLING, row, claim.step, claim.redo):
                 raise RingError(
                     f"worker {row} finished step {claim.step} in slot {claim.slot}, which it does not hold",
-                    expected=f"FILLING, step {claim.step}, worker {row}",
-                    found=f"{State(words[at + _STATE]).name}, step {words[at + _STEP]}, worker {words[at + _OWNER]}",
+                    expected=f"FILLING, step {claim.step}, worker {row}, begun again {claim.redo} times",
+                    found=f"{State(found[0]).name}, step {found[2]}, worker {found[1]}, {found[3]} times",
                 )
             now = time.monotonic_ns()
             words[at + _ITEMS], words[at + _EPOCH], words[at + _READY_NS] = items, epoch, now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import numbers
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,6 +61,28 @@ class TransformSpec:
     python: str | None = None
     resize: tuple[int, int] | None = None
     resized_crop: ResizedCropSpec | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.crop, int) or isinstance(self.crop, bool) or self.crop < 0:
+            raise UsageError("crop is out of range", expected="an integer, 0 or more (pixels)", found=repr(self.crop))
+        if self.color not in ("color", "gray", None):
+            raise UsageError("unknown color", expected="color, gray or None (as stored)", found=repr(self.color))
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "tail": ("wrap", "partial", "drop"),
+    "shuffle": ("none", "block", "full"),
+    "phase": tuple(PHASES),
+    "on_bad_record": ("stop", "skip", "zero"),
+    "engine": ("ray", "inline"),
+    "detail": ("off", "steps", "full"),
+    "fingerprints": ("off", "step", "layer"),
+    "pixels": ("float32", "uint8"),
+    "topology": ("fused", "split"),
+}
+_LEAST = {
+    "batch": 1, "depth": 1, "seed": 0, "start_step": 0, "stop_step": 0, "cycle": 1, "origin": 0, "max_restarts": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -140,16 +163,20 @@ class FeedSpec:
     identity: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.on_bad_record not in ("stop", "skip", "zero"):
-            raise UsageError("unknown on_bad_record", expected="stop, skip or zero", found=self.on_bad_record)
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                words = ", ".join(map(str, allowed))
+                raise UsageError(f"unknown {name} of a feed", expected=f"one of {words}", found=getattr(self, name))
         if not 0 <= self.bad_record_cap <= 1:
             raise UsageError("bad_record_cap is out of range", expected="0 to 1", found=self.bad_record_cap)
-        if self.phase not in PHASES:
-            raise UsageError("unknown phase", expected=" or ".join(PHASES), found=self.phase)
-        for name, least in (("batch", 1), ("depth", 1), ("start_step", 0), ("cycle", 1), ("max_restarts", 0)):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value != "auto" and value < least:
-                raise UsageError(f"{name} of a feed is out of range", expected=f"{least} or more", found=value)
+            if (value is None and name in ("cycle", "stop_step")) or (name == "depth" and value == "auto"):
+                continue
+            if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+                raise UsageError(
+                    f"{name} of a feed is out of range", expected=f"an integer, {least} or more", found=repr(value)
+                )
         if self.pixels == "uint8" and self.transform.mean_file and (self.transform.crop or self.transform.mirror):
             raise UsageError(
                 "feed.pixels: uint8 cannot go with a mean image where samples are cropped or mirrored",
@@ -173,10 +200,10 @@ class FeedSpec:
                 "feed.topology: split has nothing to split with feed.engine: inline",
                 expected="feed.engine: ray, or feed.topology: fused",
             )
-        if self.workers != "auto" and not 1 <= self.workers <= 256:
-            raise UsageError("feed.workers is out of range", expected="auto or 1 to 256", found=self.workers)
-        if self.threads != "auto" and not 0 <= self.threads <= 64:
-            raise UsageError("feed.threads is out of range", expected="auto or 0 to 64", found=self.threads)
+        if self.workers != "auto" and not (isinstance(self.workers, int) and 1 <= self.workers <= 256):
+            raise UsageError("feed.workers is out of range", expected="auto or 1 to 256", found=repr(self.workers))
+        if self.threads != "auto" and not (isinstance(self.threads, int) and 0 <= self.threads <= 64):
+            raise UsageError("feed.threads is out of range", expected="auto or 0 to 64", found=repr(self.threads))
         if self.threads and self.engine == "ray":
             raise UsageError(
                 "feed.threads goes with feed.engine: inline",

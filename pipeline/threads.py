@@ -17,6 +17,7 @@ from pipeline.maker import BatchMaker, LocalReader, Probe
 from pipeline.process import Process
 from pipeline.ring import Blocked, Claim, Ring
 from pipeline.spec import FeedSpec
+from pipeline.tracebacks import forget_arrays
 from pipeline.worker import open_data
 from profiler.errors import StallscopeError
 from profiler.events import Flag, Kind, Stage
@@ -123,6 +124,7 @@ class ThreadCrew:
                     self._make(row, claim, maker, recorder)
                     step = -1
         except BaseException as error:  # SystemExit of a user's function too: nobody else would hear of it
+            forget_arrays(error)
             self._errors[step] = error if isinstance(error, StallscopeError) else _named(error)
             self.recorder.note("worker_error", worker=self.spec.first_actor + row, step=step, error=str(error))
 

@@ -16,13 +16,16 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pipeline.process import Process
+
 GRACE_S = 3.0
 """Time for the processes to end by themselves."""
 
 
 @contextlib.contextmanager
 def watching(pids: Sequence[int]) -> Iterator[None]:
-    """A context in which ``pids`` do not outlive this process by more than a few seconds, even if it is killed."""
+    """A context that ``pids`` do not outlive by more than a few seconds, even if this process is killed."""
+    handles = [Process(pid) for pid in pids]
     # In the folder that our packages lie in, so that it finds itself; in a session of its own, since Ctrl-C in the
     # terminal is for the job and not for its watchdog.
     process = subprocess.Popen(
@@ -36,6 +39,12 @@ def watching(pids: Sequence[int]) -> Iterator[None]:
     finally:
         process.kill()
         process.communicate()
+        deadline = time.monotonic() + GRACE_S
+        for handle in handles:
+            # Those whose own servers were killed would look for them for a minute more.
+            if not handle.wait(deadline - time.monotonic()):
+                handle.kill()
+            handle.close()
 
 
 def main(pids: Sequence[int]) -> None:

@@ -235,6 +235,17 @@ def available_memory() -> int:
     return max(0, room)
 
 
+def oom_kills() -> int | Missing:
+    """Processes of the control group that the kernel has killed for memory so far (cgroup v2 or v1)."""
+    for folder, name in ((_cgroup(""), "memory.events"), (_cgroup("memory"), "memory.oom_control")):
+        text = _read(folder / name)
+        if isinstance(text, str):
+            fields = dict(line.split() for line in text.splitlines())
+            if "oom_kill" in fields:
+                return int(fields["oom_kill"])
+    return Missing("no count of processes killed for memory in the process's control group")
+
+
 def cgroup_cpus() -> float | Missing | None:
     """CPUs the control group may use at once (quota / period), None where unlimited."""
     text = _read(_cgroup("") / "cpu.max")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import time
 from typing import Any
 
@@ -92,4 +93,40 @@ def burns_5_ms(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple
 
 
 def same(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    return image, label
+
+
+def hogs(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    """Takes memory until the kernel ends the worker; the consumer, which looks at the first record too, lives."""
+    if multiprocessing.parent_process() is not None:
+        blocks = []
+        while True:
+            blocks.append(np.ones(8 << 20, np.uint8))
+    return image, label
+
+
+_slow: bool | None = None
+
+
+def uneven(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    """15 ms a record in the first worker process that comes here, 1 ms in the others."""
+    global _slow
+    if multiprocessing.parent_process() is not None:
+        if _slow is None:
+            try:
+                os.close(os.open(os.environ["STALLSCOPE_TEST_UNEVEN"], os.O_CREAT | os.O_EXCL))
+                _slow = True
+            except FileExistsError:
+                _slow = False
+        time.sleep(0.015 if _slow else 0.001)
+    return image, label
+
+
+def without_cupy(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    """Fails in a process that has imported cupy, or that Ray has given a device."""
+    assert "cupy" not in sys.modules
+    if "ray" in sys.modules:
+        import ray
+
+        assert not ray.is_initialized() or not ray.get_gpu_ids()
     return image, label

@@ -28,6 +28,7 @@ from profiler.events import Kind, Stage
 from profiler.recorder import Recorder
 from tests.pipeline import golden
 from tests.pipeline.build import commit, picture, raw, write_lmdb
+from tests.pipeline.faults import Saboteur, audit
 
 pytestmark = pytest.mark.ray
 
@@ -313,3 +314,22 @@ def test_a_sigbus_is_told_apart_from_running_out_of_memory(tmp_path: Path) -> No
         assert "SIGBUS (a mapped file shrank or is truncated)" in str(caught.value)
         assert "verify" in str(caught.value)
     assert "OOM" not in str(caught.value)
+
+
+def test_two_epochs_with_a_tail_under_kills_at_seeded_moments() -> None:
+    """More seeds, and stopped workers, in test_faults_ray.py."""
+    spec = replace(
+        SPEC, source="tests/data/db/crops96_raw_40x48_lmdb", batch=7, tail="partial", stop_step=28, max_restarts=50
+    )
+    whole = [step["fill"] for step in golden.hashes(replace(spec, engine="inline"))]
+    saboteur = Saboteur(1, between=(5, 9), most=2, signals=(signal.SIGKILL,))
+    seen: list[tuple[int, int]] = []
+    got = []
+    with Feed(spec) as feed:
+        for batch in feed:
+            got.append(batch.hashes["fill"])
+            seen += zip(batch.epochs.tolist(), batch.ids.tolist(), strict=True)
+            saboteur.after(batch.step, feed.stats()["workers"])
+    assert got == whole
+    audit(seen, 96, 2)
+    assert len(saboteur.done) == 2

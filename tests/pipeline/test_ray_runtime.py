@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipeline import ray_runtime
 from pipeline.crew import FeedError
+from pipeline.process import Process
 from pipeline.signals import StopRequest
 
 
@@ -22,6 +26,7 @@ class FakeRay:
         self.error, self.up = error, up
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.seen: dict[str, str] = {}
+        self.once = False  # it fails at the first start only
         self.killed = False  # a SIGTERM comes while it starts
 
     def is_initialized(self) -> bool:
@@ -30,13 +35,17 @@ class FakeRay:
     def init(self, **options: Any) -> None:
         self.calls.append(("init", options))
         self.seen = dict(os.environ)
+        self.up = True
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
         if self.killed:
             signal.raise_signal(signal.SIGTERM)
         if self.error:
-            raise self.error
+            self.up = False
+            error, self.error = self.error, None if self.once else self.error
+            raise error
 
     def shutdown(self) -> None:
+        self.up = False
         self.calls.append(("shutdown", {}))
 
 
@@ -76,6 +85,30 @@ def test_one_that_is_up_is_neither_started_nor_stopped(monkeypatch: pytest.Monke
     with ray_runtime.running(address="auto"):
         pass
     assert fake.calls == []
+
+
+def test_the_last_of_several_stops_it_in_whatever_order_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use(monkeypatch, FakeRay())
+    train, test, later = (ray_runtime.running() for _ in range(3))
+    for context in (train, test):
+        context.__enter__()
+    train.__exit__(None, None, None)
+    assert fake.up, "the second feed still uses it"
+    test.__exit__(None, None, None)
+    assert not fake.up
+    with later:
+        assert fake.up
+    assert [name for name, _ in fake.calls] == ["init", "shutdown"] * 2
+
+
+def test_one_that_was_shut_down_by_hand_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use(monkeypatch, FakeRay())
+    with ray_runtime.running():
+        fake.up = False
+        with ray_runtime.running():
+            assert fake.up
+        assert fake.up
+    assert not fake.up
 
 
 @pytest.mark.parametrize("how", ["argument", "environment"])
@@ -134,3 +167,44 @@ def test_where_there_was_no_handler_rays_stays(monkeypatch: pytest.MonkeyPatch) 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with pytest.raises(SystemExit), ray_runtime.running():
         signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_start_that_lost_its_port_to_another_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case E15."""
+    fake = use(monkeypatch, FakeRay(RuntimeError("Address already in use")))
+    fake.once = True
+    with ray_runtime.running():
+        assert fake.up
+    assert [name for name, _ in fake.calls] == ["init", "shutdown", "init", "shutdown"]
+    fake = use(monkeypatch, FakeRay(OSError(28, "No space left on device")))
+    fake.once = True
+    with pytest.raises(FeedError, match="No space left"), ray_runtime.running():
+        pass
+    assert [name for name, _ in fake.calls] == ["init"]
+
+
+def test_a_small_dev_shm_is_told_and_no_hindrance(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Case E4; with a real one in test_faults_ray.py."""
+    use(monkeypatch, FakeRay())
+    monkeypatch.setattr(ray_runtime.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
+    caplog.set_level(logging.INFO)
+    with ray_runtime.running():
+        pass
+    assert "/dev/shm has 64 MiB free" in caplog.text
+    assert "--shm-size" in caplog.text
+
+
+def test_the_death_of_a_server_of_rays_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, FakeRay())
+    with subprocess.Popen(["sleep", "600"]) as server, ray_runtime.running():
+        ray_runtime.check()
+        monkeypatch.setattr(ray_runtime._ours, "servers", (("raylet", Process(server.pid)),))
+        ray_runtime.check()
+        server.kill()
+        server.wait()
+        with pytest.raises(ray_runtime.RayLost, match=rf"its raylet \(process {server.pid}\)") as caught:
+            ray_runtime.check()
+        assert "resume" in str(caught.value)
+    ray_runtime.check()

@@ -434,7 +434,7 @@ class SlotLife(RuleBasedStateMachine):
         redo_before = self.ring.counts()["redo"]
         found = self.ring.claim(row)
         if isinstance(found, Claim):
-            assert found.redo == (redo_before > 0)
+            assert bool(found.redo) == (redo_before > 0)
             assert found.step not in [other.step for other in self.claims.values()]
             assert found.step >= len(self.delivered)
             self.ring.payload(found.slot)[0] = found.step % 251

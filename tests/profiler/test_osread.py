@@ -97,6 +97,8 @@ def test_control_group_version_2(files: dict[str, str]) -> None:
     files["/sys/fs/cgroup/memory.max"] = "2097152\n"
     assert osread.cgroup_cpus() is None
     assert osread.cgroup_memory() == CgroupMemory(1 << 20, 2 << 20)
+    files["/sys/fs/cgroup/memory.events"] = "low 0\nhigh 0\nmax 7\noom 2\noom_kill 3\noom_group_kill 0\n"
+    assert osread.oom_kills() == 3
 
 
 def test_control_group_version_1(files: dict[str, str]) -> None:
@@ -109,6 +111,10 @@ def test_control_group_version_1(files: dict[str, str]) -> None:
     assert osread.cgroup_throttling() == Throttling(20, 3, 4500)
     assert osread.cgroup_cpus() == 0.5
     assert osread.cgroup_memory() == CgroupMemory(4096, None)
+    files["/sys/fs/cgroup/memory/memory.oom_control"] = "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"
+    assert osread.oom_kills() == 2
+    files["/sys/fs/cgroup/memory/memory.oom_control"] = "oom_kill_disable 0\nunder_oom 0\n"  # before Linux 4.13
+    assert isinstance(osread.oom_kills(), Missing)
     files["/sys/fs/cgroup/cpu/cpu.cfs_quota_us"] = "-1\n"
     assert osread.cgroup_cpus() is None
 
@@ -140,7 +146,9 @@ def test_room_under_a_limit_counts_page_cache_as_free(
 
 
 def test_nothing_readable_gives_reasons_and_no_zeros(files: dict[str, str]) -> None:
-    readings = [osread.cgroup_throttling(), osread.cgroup_memory(), osread.cgroup_cpus(), osread.smaps()]
+    readings = [
+        osread.cgroup_throttling(), osread.cgroup_memory(), osread.cgroup_cpus(), osread.smaps(), osread.oom_kills(),
+    ]  # fmt: skip
     assert all(isinstance(reading, Missing) and reading.reason for reading in readings)
     assert osread.boot_id().startswith("host-")
 
