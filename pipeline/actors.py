@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from pipeline.process import Process
 from pipeline.ring import RingAddress
 from pipeline.spec import FeedSpec
 from pipeline.worker import open_data, recording, work
-from profiler import osread
+from profiler import osread, recorder
 from profiler.errors import StallscopeError
 from profiler.events import Kind, Stage
 from profiler.recorder import Recorder
@@ -40,6 +40,7 @@ class Block:
     t0_ns: int
     t1_ns: int
     readings: dict[str, int]
+    pid: int
 
 
 class WorkerActor:
@@ -47,7 +48,9 @@ class WorkerActor:
 
     def run(self, address: RingAddress, spec: FeedSpec, probed: Probe, row: int, owner: Any) -> int:
         """See :func:`pipeline.worker.work`. ``owner`` is an OwnerActor's handle, None where each reads for itself."""
-        return work(address, spec, probed, row, None if owner is None else RemoteReader(owner))
+        return work(
+            address, spec, probed, row, None if owner is None else RemoteReader(owner, spec.stall_timeout_s / 2)
+        )
 
 
 class CarrierActor:
@@ -98,7 +101,7 @@ class OwnerActor:
             Kind.SPAN, Stage.READ, t0, t1, items=len(records), nbytes=sum(len(record.value) for record in records),
             **readings, **tags,
         )  # fmt: skip
-        return Block(records, t0, t1, readings)
+        return Block(records, t0, t1, readings, os.getpid())
 
     def close(self) -> None:
         """Close data set and recording; the actor is ended after that."""
@@ -110,22 +113,30 @@ class RemoteReader:
 
     Its spans: TRANSFER up to the owner's beginning (queueing there included), READ while the owner reads, TRANSFER
     until the records are here. The three are disjoint and add up to the whole.
+
+    An owner that gives no answer for ``patience_s`` is killed: Ray starts it anew and asks it again.
     """
 
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
+    def __init__(self, owner: Any, patience_s: float) -> None:
+        self._owner, self._patience_s = owner, patience_s
+        self._process: Process | None = None  # the one that answered last
 
     def read(self, indices: NDArray[np.int64], recorder: Recorder, **tags: int) -> list[Record]:
         import ray
 
         called = time.monotonic_ns()
         try:
-            block: Block = ray.get(self._owner.read_many.remote(indices, tags))
+            if self._process is None:
+                self._process = Process(ray.get(self._owner.pid.remote()))
+            block = self._wait_for(self._owner.read_many.remote(indices, tags))
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, StallscopeError):  # what is wrong with the data, and not Ray's wrapping of it
                 raise error.cause from None
             raise
         came = time.monotonic_ns()
+        if self._process.pid != block.pid:
+            self._process.close()
+            self._process = Process(block.pid)
         nbytes, items = sum(len(record.value) for record in block.records), len(block.records)
         recorder.add(Kind.SPAN, Stage.TRANSFER, called, block.t0_ns, **tags)
         recorder.add(
@@ -133,6 +144,17 @@ class RemoteReader:
         )  # fmt: skip
         recorder.add(Kind.SPAN, Stage.TRANSFER, block.t1_ns, came, items=items, nbytes=nbytes, **tags)
         return block.records
+
+    def _wait_for(self, call: Any) -> Block:
+        import ray
+
+        try:
+            return cast("Block", ray.get(call, timeout=self._patience_s))
+        except ray.exceptions.GetTimeoutError:
+            assert self._process is not None
+            self._process.kill()
+            recorder.current().note("owner_silent", pid=self._process.pid, silent_s=self._patience_s)
+            return cast("Block", ray.get(call))
 
 
 class RayLauncher:

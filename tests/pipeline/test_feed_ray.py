@@ -150,15 +150,18 @@ def test_a_stopped_worker_is_killed_and_replaced(expected: list[int]) -> None:
     assert got == expected
 
 
-def test_a_killed_owner_is_started_again(expected: list[int]) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_owner_is_started_again(expected: list[int], how: signal.Signals) -> None:
     got = []
-    with Feed.from_spec(replace(SPEC, source=f"{MNIST}_leveldb", topology="split")) as feed:
+    spec = replace(SPEC, source=f"{MNIST}_leveldb", topology="split", stall_timeout_s=10.0)
+    with Feed.from_spec(spec) as feed:
         for batch in feed:
             got.append(batch.hashes["fill"])
             if batch.step == 10:
                 owners = [p for p in psutil.Process().children(recursive=True) if "OwnerActor" in " ".join(_words(p))]
                 assert len(owners) == 1
-                owners[0].kill()
+                owners[0].send_signal(how)
+        assert feed.stats()["restarts"] == 0, "it is the owner that was lost, and no worker"
     assert got == expected
 
 
