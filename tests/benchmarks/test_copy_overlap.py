@@ -25,6 +25,7 @@ def here(command: list[str], **options: Any) -> None:
         assert run(load(None, command[3:])) == 0
 
 
+@pytest.mark.long
 def test_it_measures_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_overlap, "subprocess", types.SimpleNamespace(run=here))
     flags = [

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import feed_threads
 
 
+@pytest.mark.long
 def test_inline_feeds_are_measured_with_and_without_threads(tmp_path: Path) -> None:
     feeds = feed_threads.build(tmp_path, 2)
     assert list(feeds) == ["small", "raw", "jpeg"]

@@ -26,7 +26,7 @@ NUMPY = Backend("numpy", np, "test")
 @pytest.mark.parametrize(
     "part",
     [
-        pytest.param(part, marks=pytest.mark.long) if part == "ceilings" else part
+        pytest.param(part, marks=pytest.mark.long) if part in ("ceilings", "determinism") else part
         for part in sorted(set(gpu_parts.PARTS) - {"solvers"})
     ],
 )

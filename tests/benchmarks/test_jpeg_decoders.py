@@ -6,6 +6,7 @@ from pathlib import Path
 from benchmarks import jpeg_decoders
 
 
+@pytest.mark.long
 def test_it_measures_and_compares_bits(tmp_path, capsys):
     assert jpeg_decoders.main(["--images", "2", "--rounds", "1", "--out", str(tmp_path / "out.json")]) == 0
     results = json.loads((tmp_path / "out.json").read_text())

@@ -100,6 +100,7 @@ def test_a_class_whose_name_moves_the_cursor_is_printed_as_an_escape(tmp_path: P
     assert all(one.isprintable() for one in told.split("labels 0", 1)[1].replace("\n", ""))
 
 
+@pytest.mark.long
 def test_a_folder_of_thousands_of_files_takes_little_memory(tmp_path: Path) -> None:
     """Hard links to a few files: 3,000 names cost what names cost."""
     picture(tmp_path / "one.png")

@@ -52,6 +52,7 @@ def test_a_signal_ends_the_step_and_leaves_a_snapshot_and_a_report(
     assert (folder / "report.html").exists()
 
 
+@pytest.mark.long
 def test_a_second_interrupt_aborts_without_a_snapshot(databases: Databases, tmp_path: Path) -> None:
     """The first comes in a step of ten seconds, so the second finds the job still in it."""
     folder = tmp_path / "run"

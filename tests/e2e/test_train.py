@@ -202,7 +202,7 @@ def test_a_slow_feed_shows_the_stall_where_it_is(tmp_path: Path, engine: str) ->
     _in_one_of_three(run, times, tmp_path)
 
 
-@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("both", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_closed_stdout_does_not_end_a_job(databases: Databases, tmp_path: Path, both: bool) -> None:
     """As with `| head -1`, or a `tee` that died: ``both`` is `2>&1 |`, and a signal must say its line to nobody."""
     command = [
@@ -231,6 +231,7 @@ def test_a_closed_stdout_does_not_end_a_job(databases: Databases, tmp_path: Path
     assert report(tmp_path / "run")["steps"] == outcome["step"]
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_the_demo_job_learns_through_ray(databases: Databases, tmp_path: Path) -> None:
     done = train(EXAMPLE, *databases.flags("lmdb"), "--run.folder=run", "--run.iterations=200", cwd=tmp_path)

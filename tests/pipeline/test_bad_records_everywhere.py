@@ -50,7 +50,18 @@ def local_ray() -> Iterator[None]:
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("policy", "backend", "workers"),
-    [("skip", "lmdb", 1), ("skip", "lmdb", 2), ("skip", "leveldb", 2), ("zero", "lmdb", 1), ("zero", "lmdb", 2)],
+    [
+        ("skip", "lmdb", 2),
+        *(
+            pytest.param(policy, backend, workers, marks=pytest.mark.long)
+            for policy, backend, workers in [
+                ("skip", "lmdb", 1),
+                ("skip", "leveldb", 2),
+                ("zero", "lmdb", 1),
+                ("zero", "lmdb", 2),
+            ]
+        ),
+    ],
 )
 def test_ray_gives_the_pinned_hashes(
     local_ray: None, sets: dict[str, str], tmp_path: Path, policy: str, backend: str, workers: int

@@ -100,6 +100,7 @@ def test_one_at_a_time_every_record_has_its_own_size_as_in_caffe() -> None:
     assert len(shapes) == 24
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_sizes_that_change_are_the_same_bytes_for_workers() -> None:
     from pipeline import ray_runtime

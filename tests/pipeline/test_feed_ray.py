@@ -129,6 +129,7 @@ def test_a_bad_record_surfaces_with_data_set_key_and_record() -> None:
     assert type(caught.value) is TransformError  # and no wrapper of Ray's
 
 
+@pytest.mark.long
 def test_back_pressure_never_more_ready_than_slots() -> None:
     with Feed.from_spec(replace(SPEC, stop_step=None)) as feed:
         next(feed)
@@ -191,6 +192,7 @@ def test_a_cut_table_ends_the_feed_with_the_cut(tmp_path: Path, topology: Litera
     assert str(folder) in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_test_feed_beside_a_training_feed(expected: list[int]) -> None:
     test = FeedSpec(
         f"{MNIST}_lmdb", 50, phase="TEST", cycle=3, engine="ray", workers=1, worker_cpus=0.1, depth=2,
@@ -319,6 +321,7 @@ def test_a_sigbus_is_told_apart_from_running_out_of_memory(tmp_path: Path) -> No
     assert "OOM" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_two_epochs_with_a_tail_under_kills_at_seeded_moments() -> None:
     """More seeds, and stopped workers, in test_faults_ray.py."""
     spec = replace(

@@ -51,9 +51,20 @@ def test_any_depth(depth: int) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
-@pytest.mark.parametrize("name", ["mnist/full", "crops/block"])
+@pytest.mark.parametrize(
+    ("name", "backend", "workers"),
+    [
+        ("mnist/full", "lmdb", 2),
+        ("crops/block", "leveldb", 2),
+        *(
+            pytest.param(name, backend, workers, marks=pytest.mark.long)
+            for name, backend, workers in [
+                ("mnist/full", "lmdb", 1), ("mnist/full", "leveldb", 1), ("mnist/full", "leveldb", 2),
+                ("crops/block", "lmdb", 1), ("crops/block", "lmdb", 2), ("crops/block", "leveldb", 1),
+            ]
+        ),
+    ],
+)  # fmt: skip
 def test_ray(local_ray: None, name: str, backend: str, workers: int) -> None:
     spec = replace(golden.spec(*name.split("/"), backend=backend), engine="ray", workers=workers)
     assert golden.hashes(spec) == GOLDEN[name]

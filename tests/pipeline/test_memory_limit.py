@@ -88,14 +88,14 @@ def report(limited: Limited | None, source: Path, folder: Path, **more: Any) -> 
     return dict(json.loads((folder / "report.json").read_text()))
 
 
-def test_a_mapped_database_is_page_cache_in_the_report(databases: dict[str, Path], tmp_path: Path) -> None:
-    """LevelDB maps its tables: resident memory grows to the size of the data set, which is not its own."""
+def test_a_database_is_no_memory_of_the_process_that_reads_it(databases: dict[str, Path], tmp_path: Path) -> None:
+    """LevelDB's own library maps its tables, and resident memory grows to their size; plain reads leave it alone."""
     size = sum(file.stat().st_size for file in databases["leveldb"].iterdir())
     found = report(None, databases["leveldb"], tmp_path / "run", **{"data.order.shuffle": "full"})
     (trainer,) = found["memory"]["processes"]
-    assert trainer["peak"]["file"] > size
-    assert trainer["peak"]["anonymous"] < LIMIT < size
-    assert "so it is no leak" in found["memory"]["text"]
+    peak = trainer["peak"]
+    assert peak["anonymous"] + peak["file"] + peak["shared"] < size
+    assert peak["anonymous"] < LIMIT < size
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ layer { name: "d" type: "Data" top: "data" top: "label" transform_param { crop_s
 
 @pytest.mark.parametrize(
     ("engine", "backend"),
-    [("inline", "emulated"), pytest.param("ray", "numpy", marks=pytest.mark.ray)],
+    [("inline", "emulated"), pytest.param("ray", "numpy", marks=[pytest.mark.ray, pytest.mark.long])],
 )
 def test_a_job_learns_the_same_bits(tmp_path: Path, engine: str, backend: str) -> None:
     text = _NET % Path(CROPS).absolute()

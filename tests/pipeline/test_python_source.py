@@ -62,6 +62,7 @@ def test_arrays_of_any_rank_and_several_labels() -> None:
         Feed.from_spec(FeedSpec(MODULE + "Rows", 4, transform=TransformSpec(scale=2)))
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_workers_make_the_same_bytes_and_each_its_own_instance() -> None:
     from pipeline import ray_runtime

@@ -129,7 +129,7 @@ def test_the_cost_of_verifying_checksums_is_told_in_the_report(tmp_path: Path) -
     assert "checksums" not in {found.kind for found in report.build(store.load_run(folder)).findings}
 
 
-@pytest.mark.parametrize("engine", ["inline", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("engine", ["inline", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.long])])
 def test_locking_tells_the_limit_in_force_at_the_start_and_in_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str
 ) -> None:
@@ -161,7 +161,7 @@ def test_a_job_that_cannot_get_a_slot_ends_with_who_holds_them(tmp_path: Path) -
     assert str(holder.pid) in str(caught.value)
 
 
-@pytest.mark.parametrize("engine", ["inline", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("engine", ["inline", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.long])])
 def test_what_a_list_of_images_hides_and_the_lines_that_cannot_be_used_are_told(tmp_path: Path, engine: str) -> None:
     for i in range(12):
         Image.new("RGB", (8, 8), (i, i, i)).save(tmp_path / f"{i}.png")

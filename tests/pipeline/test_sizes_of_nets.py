@@ -54,6 +54,7 @@ def prints(folder: Path) -> list[tuple[int, str, int]]:
     return sorted(zip(*columns, strict=True))
 
 
+@pytest.mark.long
 def test_changing_sizes_train_and_test_with_the_same_bits(tmp_path: Path) -> None:
     flags = {engine: job(tmp_path, GLOBAL, "--feed.workers=2", engine=engine) for engine in ("inline", "ray")}
     gc.collect()  # nets of other tests, kept alive by cycles, count as memory of this process until they are collected

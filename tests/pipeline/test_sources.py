@@ -177,7 +177,7 @@ def test_a_list_and_labels_in_a_configuration(tmp_path: Path) -> None:
 # -- each record once --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_every_record_once_an_epoch_whatever_the_number_of_readers(tmp_path: Path, workers: int) -> None:
     """103 records, 8 a batch: neither divides the other. (Two workers: see the golden batches.)"""
     path = write_lmdb(tmp_path / "db", images(103))

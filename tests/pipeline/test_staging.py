@@ -299,6 +299,7 @@ def test_overlap_and_engine_change_no_bit(tmp_path: Path, stop: StopRequest) -> 
     assert all(result == results[0] for result in results[1:])
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_overlap_changes_no_bit_through_workers(tmp_path: Path, stop: StopRequest) -> None:
     results = []

@@ -208,6 +208,7 @@ def test_another_runs_folder_is_refused_or_replaced_when_told(tmp_path: Path) ->
     assert len(spans(load_run(tmp_path), Stage.STEP)) == 2
 
 
+@pytest.mark.alone
 def test_the_profilers_own_cost_is_small_and_told(tmp_path: Path) -> None:
     before = time.monotonic_ns()
     for _ in profiler.watch(range(150), tmp_path, hz=10):
