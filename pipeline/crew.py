@@ -118,7 +118,8 @@ class Crew:
     @property
     def fds(self) -> tuple[int, ...]:
         """Descriptors that become readable when a worker dies."""
-        return tuple(member.process.fileno() for member in self._members if member.process is not None)
+        known = (member.process.fileno() for member in self._members if member.process is not None)
+        return tuple(fd for fd in known if fd >= 0)  # -1: it was gone when we met it
 
     @property
     def size(self) -> int:
@@ -355,7 +356,7 @@ class Crew:
 
     def _forget(self, member: _Member) -> None:
         if member.process is not None:
-            with contextlib.suppress(KeyError):  # it was dead when we met it
+            with contextlib.suppress(KeyError, ValueError):  # it was dead when we met it, or gone: then it is -1
                 self._deaths.unregister(member.process.fileno())
             member.process.close()
             member.process = None

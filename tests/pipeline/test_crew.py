@@ -73,6 +73,22 @@ def both(made: CrewEngine) -> list[int]:
     return made.pids
 
 
+def test_a_worker_that_was_gone_before_anybody_met_it_is_replaced(expected: list[int]) -> None:
+    """Killed and collected between its entering the ring and the consumer's first look: there is no handle on it."""
+    made = engine(SPEC, workers=1)
+    row = 0
+    while not made.ring.worker(row)[0]:
+        time.sleep(0.01)
+    pid = made.ring.worker(row)[0]
+    (job,) = [member.job for member in made._crew._members]
+    os.kill(pid, signal.SIGKILL)
+    job.process.join(60)  # type: ignore[attr-defined]
+    assert Process(pid).fileno() < 0, "not even its number is left"
+    assert [fill for _, fill in deliver(made, 0, 40)] == expected
+    assert made.restarts == 1
+    made.close()
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_lost_worker_is_replaced_and_nothing_is_lost(tmp_path: Path, expected: list[int], how: signal.Signals) -> None:
     spec = replace(SPEC, stall_timeout_s=2.0)
