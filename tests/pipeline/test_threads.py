@@ -123,7 +123,7 @@ def test_an_error_at_set_up_and_an_end_by_a_users_exit_are_told(monkeypatch: pyt
 
 
 def rings_mapped() -> set[str]:
-    """The rings in this process's memory, by their inodes: a test before may hold an error that holds one."""
+    """The rings in this process's memory, by their inodes: some tests of staging leave theirs mapped."""
     with open("/proc/self/maps") as maps:
         return {line.split()[4] for line in maps if "stallscope-ring" in line}
 
