@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -18,9 +19,9 @@ from gpu.device import Device, open_device
 from pipeline import loop
 from pipeline.config import validate
 from pipeline.display import Display
-from pipeline.engines import Engine
 from pipeline.feed import Feed
 from pipeline.job import Job
+from pipeline.maker import Layout
 from pipeline.ring import Claim, Ready, Ring
 from pipeline.signals import StopRequest
 from pipeline.spec import FeedSpec
@@ -31,7 +32,17 @@ from profiler.events import Stage
 from tests.gpu.recording import ListRecorder
 
 ITEMS = 4
+RING = re.compile(r"^(\S+) .*stallscope-ring", re.MULTILINE)
 SPEC = FeedSpec("memory:records=40,shape=1x32x32", ITEMS, depth=2, poison=True, shuffle="none")
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_mapped() -> Iterator[None]:
+    """No test leaves a ring in this process's memory: neither a feed that was closed nor one that failed."""
+    before = set(RING.findall(Path("/proc/self/maps").read_text()))
+    yield
+    gc.collect()
+    assert set(RING.findall(Path("/proc/self/maps").read_text())) <= before
 
 
 class Producer:
@@ -40,8 +51,7 @@ class Producer:
     restarts = 0
     pids: list[int] = []  # noqa: RUF012
 
-    def __init__(self, feed: Feed) -> None:
-        spec, layout = feed.spec, feed.probe.layout
+    def __init__(self, spec: FeedSpec, layout: Layout) -> None:
         self.ring = Ring.create(spec.depth, layout.nbytes, stop_step=spec.stop_step, poison=spec.poison)
         self.slots = [layout.views(self.ring.payload(index)) for index in range(self.ring.depth)]
         self.ring.enter(0)
@@ -86,15 +96,7 @@ class Producer:
 def fed(monkeypatch: pytest.MonkeyPatch, steps: int, recorder: Any = None) -> Feed:
     """A feed of ``steps`` batches from a :class:`Producer`."""
     feed = Feed(FeedSpec(**{**vars(SPEC), "stop_step": steps}), recorder=recorder or ListRecorder())
-    made: list[Engine] = []
-
-    def started(self: Feed = feed) -> Engine:
-        if not made:
-            made.append(Producer(feed))
-            feed._engine = made[0]
-        return made[0]
-
-    monkeypatch.setattr(feed, "_started", started)
+    monkeypatch.setattr("pipeline.feed.engine_of", lambda *_: Producer(feed.spec, feed.probe.layout))
     return feed
 
 
