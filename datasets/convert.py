@@ -24,6 +24,7 @@ from datasets.manifest import Manifest
 from datasets.source import show_text
 from datasets.targets import check_apart
 from profiler.cli import EXIT_NOT_FINE, EXIT_OK, Parser, run
+from profiler.osread import usable_cpus
 
 _LISTED = 20
 _NOT_RECORDED = ("sources", "out", "force", "shuffle", "workers", "on_error", "label_db", "backend")
@@ -253,7 +254,7 @@ def _add_image_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--workers",
         type=_workers,
-        default=len(os.sched_getaffinity(0)),
+        default=usable_cpus(),
         metavar="N",
         help="threads that decode; the result does not depend on it (default: one for each core, %(default)s)",
     )

@@ -3,12 +3,13 @@ decoders and encoders of images do."""
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
+
+from profiler.osread import usable_cpus
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -22,7 +23,7 @@ def in_order(function: Callable[[Item], Result], items: Iterable[Item], batch: i
 
     Items are taken in the caller's thread. The first exception of ``function`` comes where its result would.
     """
-    workers = min(_MOST, os.cpu_count() or 1)
+    workers = min(_MOST, usable_cpus())
     pending: deque[Future[list[Result]]] = deque()
     iterator = iter(items)
 

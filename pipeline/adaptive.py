@@ -23,6 +23,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from profiler.osread import usable_cpus
+
 LOOK_BATCHES = 24
 LOOK_S = 0.25
 """A look takes so many batches and so many seconds, whichever is longer: the kernel counts idle time in 10 ms."""
@@ -196,19 +198,20 @@ def most_depth(start: int, slot_bytes: int, available: int) -> int:
 
 
 class IdleCpus:
-    """How many of this process's CPUs nobody used since the last time it was asked."""
+    """How many of this process's CPUs nobody used since the last time it was asked; no more than its limit allows."""
 
     def __init__(self, stat: Path = Path("/proc/stat")) -> None:
         self._stat, self._names = stat, {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        self._most = float(usable_cpus())
         self._before = self._read()
 
     def __call__(self) -> float:
         """From 0 to the number of CPUs; that number where the kernel does not say: what is tried is judged anyway."""
         before, self._before = self._before, self._read()
         if before is None or self._before is None:
-            return float(len(self._names))
+            return self._most
         used, idle = (now - then for now, then in zip(self._before, before, strict=True))
-        return len(self._names) * idle / max(1, used + idle)
+        return min(self._most, len(self._names) * idle / max(1, used + idle))
 
     def _read(self) -> tuple[int, int] | None:
         """Ticks of all these CPUs: used, idle."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ from pipeline.threads import ThreadCrew
 from pipeline.tracebacks import forget_arrays
 from pipeline.worker import open_data
 from profiler.events import Flag, Kind, Stage
-from profiler.osread import available_memory
+from profiler.osread import available_memory, usable_cpus
 from profiler.recorder import Recorder
 
 
@@ -267,7 +266,7 @@ class ThreadEngine(AheadEngine):
     """Threads of this process fill the ring."""
 
     def __init__(self, spec: FeedSpec, probed: Probe, recorder: Recorder) -> None:
-        most = len(os.sched_getaffinity(0)) if spec.threads == "auto" else spec.threads
+        most = usable_cpus() if spec.threads == "auto" else spec.threads
         begin = 1 if spec.threads == "auto" else spec.threads
         super().__init__(
             spec, probed, recorder, lambda ring: ThreadCrew(ring, spec, probed, begin, recorder), begin, most

@@ -23,6 +23,7 @@ import psutil
 from pipeline.crew import FeedError
 from pipeline.process import Process
 from pipeline.watchdog import watching
+from profiler.osread import usable_cpus
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -162,7 +163,7 @@ def _connect(address: str | None, num_cpus: int | None) -> None:
             with _environment({**variables, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}):
                 ray.init(
                     address="local",
-                    num_cpus=num_cpus or len(os.sched_getaffinity(0)),
+                    num_cpus=num_cpus or usable_cpus(),
                     include_dashboard=False,
                     object_store_memory=OBJECT_STORE_BYTES,
                     **quiet,

@@ -14,6 +14,7 @@ import resource
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -224,14 +225,13 @@ def available_memory() -> int:
         (_cgroup(""), "memory.current", "memory.max", ""),
         (_cgroup("memory"), "memory.usage_in_bytes", "memory.limit_in_bytes", "total_"),
     ):
-        while folder.is_relative_to("/sys/fs/cgroup"):
-            used, limit, text = (_read(folder / name) for name in (used_name, limit_name, "memory.stat"))
+        for group in _and_around(folder):
+            used, limit, text = (_read(group / name) for name in (used_name, limit_name, "memory.stat"))
             if isinstance(used, str) and isinstance(limit, str) and limit.strip().isdigit():
                 fields = dict(line.split() for line in text.splitlines()) if isinstance(text, str) else {}
                 # Page cache is given up when needed, also what was read more than once.
                 cache = sum(int(fields.get(f"{prefix}{state}_file", 0)) for state in ("inactive", "active"))
                 room = min(room, int(limit) - int(used) + cache)
-            folder = folder.parent
     return max(0, room)
 
 
@@ -247,15 +247,30 @@ def oom_kills() -> int | Missing:
 
 
 def cgroup_cpus() -> float | Missing | None:
-    """CPUs the control group may use at once (quota / period), None where unlimited."""
-    text = _read(_cgroup("") / "cpu.max")
-    if isinstance(text, str):
-        quota, _, period = text.strip().partition(" ")
-        return None if quota == "max" else int(quota) / int(period or 100_000)
-    quota_text, period_text = (_read(_cgroup("cpu") / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    if isinstance(quota_text, Missing) or isinstance(period_text, Missing):
+    """CPUs the control group, or one around it, may use at once (quota / period), None where unlimited."""
+    limits: list[float | None] = []
+    for folder in _and_around(_cgroup("")):
+        text = _read(folder / "cpu.max")
+        if isinstance(text, str):
+            quota, _, period = text.strip().partition(" ")
+            limits.append(None if quota == "max" else int(quota) / int(period or 100_000))
+    for folder in _and_around(_cgroup("cpu")):
+        quota_text, period_text = (_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        if isinstance(quota_text, str) and isinstance(period_text, str):
+            limits.append(None if int(quota_text) < 0 else int(quota_text) / int(period_text))
+    if not limits:
         return Missing("no CPU limit files in the process's control group")
-    return None if int(quota_text) < 0 else int(quota_text) / int(period_text)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def usable_cpus() -> int:
+    """CPUs that this process can keep busy: those it may run on, or whole ones of its control group's limit if fewer.
+
+    What is started beyond that is held back by the kernel for the rest of each period of the limit (100 ms).
+    """
+    may = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = cgroup_cpus()
+    return max(1, min(may, int(limit))) if isinstance(limit, float) else may
 
 
 def smaps(pid: int | None = None) -> Smaps | Missing:
@@ -377,6 +392,13 @@ def _cgroup(controller: str) -> Path:
             # In a container the path is often that of the host, while the mount shows the group itself as the root.
             return base / path.lstrip("/") if (base / path.lstrip("/")).is_dir() else base
     return root / controller
+
+
+def _and_around(group: Path) -> Iterator[Path]:
+    """A control group and those that it lies in: the limits of all of them hold."""
+    while group.is_relative_to("/sys/fs/cgroup"):
+        yield group
+        group = group.parent
 
 
 def _read(path: Path) -> str | Missing:

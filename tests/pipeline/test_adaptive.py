@@ -289,6 +289,7 @@ def test_slots_that_could_not_be_had_are_the_limit() -> None:
 
 def test_idle_cpus_reads_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptive.os, "sched_getaffinity", lambda pid: {0, 2})
+    monkeypatch.setattr(adaptive, "usable_cpus", lambda: 2)
     stat = tmp_path / "stat"
 
     def write(*rows: tuple[int, int, int]) -> None:
@@ -299,6 +300,11 @@ def test_idle_cpus_reads_what_the_kernel_says(tmp_path: Path, monkeypatch: pytes
     idle = IdleCpus(stat)
     write((0, 150, 150), (1, 900, 0), (2, 100, 200))
     assert idle() == pytest.approx(2 * 150 / 200)
+    monkeypatch.setattr(adaptive, "usable_cpus", lambda: 1)
+    write((0, 150, 150), (1, 900, 0), (2, 100, 200))
+    limited = IdleCpus(stat)
+    write((0, 150, 250), (1, 900, 0), (2, 100, 300))
+    assert limited() == 1.0, "no more than the control group may use"
     stat.unlink()
     assert idle() == 2.0
     assert 0 <= IdleCpus()() <= 4096

@@ -187,7 +187,7 @@ def test_threads_have_lanes_of_their_own_and_the_consumers_steps_stay_whole(tmp_
 
 
 def test_auto_settles_between_one_and_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr("pipeline.engines.usable_cpus", lambda: 3)
     monkeypatch.setattr(adaptive, "LOOK_BATCHES", 4)
     monkeypatch.setattr(adaptive, "LOOK_S", 0.0)
     monkeypatch.setattr(adaptive.IdleCpus, "__call__", lambda self: 3.0)

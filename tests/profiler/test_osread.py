@@ -119,6 +119,21 @@ def test_control_group_version_1(files: dict[str, str]) -> None:
     assert osread.cgroup_cpus() is None
 
 
+@pytest.mark.parametrize(("cores", "own", "around", "usable"), [
+    (64, "max", "max", 64), (64, "max", "250000", 2), (64, "400000", "800000", 4), (2, "400000", "max", 2),
+    (64, "50000", "max", 1),
+])  # fmt: skip
+def test_cpus_of_a_container(
+    files: dict[str, str], monkeypatch: pytest.MonkeyPatch, cores: int, own: str, around: str, usable: int
+) -> None:
+    monkeypatch.setattr(osread.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(osread, "_cgroup", lambda name: Path(f"/sys/fs/cgroup/{name}/pod/app"))
+    assert osread.usable_cpus() == cores, "no limit is known"
+    files["/sys/fs/cgroup/pod/app/cpu.max"] = f"{own} 100000\n"
+    files["/sys/fs/cgroup/pod/cpu.max"] = f"{around} 100000\n"
+    assert osread.usable_cpus() == usable
+
+
 @pytest.mark.parametrize(
     ("controller", "used", "limit", "cache"),
     [
