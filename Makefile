@@ -43,7 +43,7 @@ test-long: $(READY)
 	$(PYTEST) -m "long and not gpu" --timeout 1800
 
 test-oracle: $(READY)
-	$(PY) -c 'import torch' 2>/dev/null || $(PIP) torch
+	$(PY) -c 'import cv2, torch' 2>/dev/null || $(PIP) --editable '.[oracle]'
 	$(PYTEST) -m "oracle and not long"
 
 # For a machine with an NVIDIA driver: the tests, then the acceptance, whose results lie in gpu_acceptance.json.

@@ -27,6 +27,8 @@ from profiler.errors import StallscopeError
 MAX_BYTES = 2**31 - 1
 """Other readers of the format stop here."""
 
+_BLOBS = 7
+"""Number of a layer's field of blobs."""
 # name, layers, input, input_dim (either form), force_backward, state, debug_info, input_shape
 _NET_FIELDS = {(n, wire.BYTES) for n in (1, 2, 3, 4, 6, 8)} | {(n, wire.VARINT) for n in (4, 5, 7)}
 _KINDS = {
@@ -316,10 +318,12 @@ def write_layers(
     encoded = name.encode()
     pieces: list[bytes | memoryview] = [wire.header(1, len(encoded)), encoded]
     for layer, arrays in layers:
-        body: list[bytes | memoryview] = [layer.SerializeToString()]
+        before, after = _halves(layer)
+        body: list[bytes | memoryview] = [before]
         beside = diffs[layer.name] if diffs is not None else [None] * len(arrays)
         for array, diff in zip(arrays, beside, strict=True):
-            body += wire.message_pieces(7, wire.blob_pieces(array, diff))
+            body += wire.message_pieces(_BLOBS, wire.blob_pieces(array, diff))
+        body.append(after)
         pieces += wire.message_pieces(100, body)
     if (size := sum(len(piece) for piece in pieces)) > MAX_BYTES:
         raise StallscopeError(
@@ -329,6 +333,16 @@ def write_layers(
             hint="snapshot_format: HDF5 has no such limit",
         )
     write_atomically(path, pieces)
+
+
+def _halves(layer: Any) -> tuple[bytes, bytes]:
+    """A layer's fields before and after its blobs: in the order of their numbers, as Caffe's library writes them."""
+    before, after = type(layer)(), type(layer)()
+    before.CopyFrom(layer)
+    after.CopyFrom(layer)
+    for known, _ in layer.ListFields():
+        (after if known.number < _BLOBS else before).ClearField(known.name)
+    return before.SerializeToString(), after.SerializeToString()
 
 
 def save(net: Any, path: str | os.PathLike[str], *, diff: bool = False) -> None:

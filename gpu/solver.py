@@ -257,7 +257,7 @@ class Solver:
         # states of equal runs are equal files. With a prefix the state says what Caffe's would.
         learned_net = weights.name if is_folder else str(weights)
         scale = self.scaler.loss_scale.state() if self.scaler is not None else {}
-        step = self.policy.current_step(self.iter)
+        step = self.policy.current_step(max(0, self.iter - 1))  # of the rate used last, which is what Caffe keeps
         write_state(state, SolverState(self.iter, learned_net, arrays, step, scale))
         return weights, state
 

@@ -6,7 +6,7 @@ of two nearly equal values); so losses are compared closely over 20 iterations, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_limits
 
 from gpu.solver import Solver
 from gpu.solverstate import read_state
-from tests.gpu.training import CIFAR, DATA, by_name, cifar, crops, distance, lenet, lenet_test, mnist
+from tests.gpu.training import CIFAR, DATA, Batch, by_name, cifar, crops, distance, lenet, lenet_test, mnist
 
 
 @pytest.fixture(autouse=True)
@@ -28,24 +28,22 @@ def one_blas_thread() -> Iterator[None]:
 STATE_H5 = DATA / "lenet" / "lenet_h5_iter_20.solverstate.h5"
 
 
-def lenet_losses() -> np.ndarray:
-    return np.load(DATA / "lenet" / "loss_trace.npz")["loss"]
-
-
-def follow(solver: Solver, trace: np.ndarray, steps: range, batch: object = mnist) -> None:
+def follow(solver: Solver, folder: Path, steps: range, batch: Callable[[int], Batch] = mnist) -> None:
+    trace = np.load(folder / "loss_trace.npz")
     for step in steps:
         assert solver.iter == step
-        assert solver.step_on(batch(step)) == pytest.approx(float(trace[step]), rel=1e-3), f"iteration {step}"
+        assert solver.lr == pytest.approx(float(trace["lr"][step]), rel=1e-6)
+        assert solver.step_on(batch(step)) == pytest.approx(float(trace["loss"][step]), rel=1e-3), f"iteration {step}"
 
 
 def test_lenet_from_its_initial_weights() -> None:
-    follow(lenet(), lenet_losses(), range(20))
+    follow(lenet(), DATA / "lenet", range(20))
 
 
 def test_lenet_from_the_snapshot_at_100() -> None:
     solver = lenet()
     solver.restore(DATA / "lenet" / "lenet_iter_100.solverstate")
-    follow(solver, lenet_losses(), range(100, 120))
+    follow(solver, DATA / "lenet", range(100, 120))
 
 
 def test_data_restart_where_caffe_restarts_them() -> None:
@@ -83,7 +81,7 @@ def test_lenet_arrives_at_the_hdf5_snapshot_of_caffe(tmp_path: Path) -> None:
 
 
 def test_cifar10_quick_from_its_initial_weights() -> None:
-    follow(cifar(), np.load(CIFAR / "loss_trace.npz")["loss"], range(20), crops)
+    follow(cifar(), CIFAR, range(20), crops)
 
 
 def test_cifar10_quick_at_300_tests_as_in_caffe() -> None:
@@ -91,6 +89,14 @@ def test_cifar10_quick_at_300_tests_as_in_caffe() -> None:
     solver.net.copy_from(CIFAR / "cifar10_quick_iter_300.caffemodel")
     result = solver.test(0, (crops(step) for step in range(15)))
     assert result["accuracy"] == pytest.approx(0.96875, abs=1e-6)
+
+
+def test_lenet_at_200_tests_as_in_caffe() -> None:
+    """Its own weights at 200, where its run ends: there are no losses of Caffe's to go on from there."""
+    solver, golden = lenet(), np.load(DATA / "nets" / "lenet_iter200_b8.npz")
+    for param in solver.net.learnable:
+        param.blob.data = golden[f"p:{param.name}"]
+    assert lenet_test(solver)["accuracy"] == pytest.approx(0.938, abs=1e-6)
 
 
 @pytest.mark.long
