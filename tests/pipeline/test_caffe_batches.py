@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,27 +49,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@cache
+def all_batches() -> dict[str, Any]:
+    """By case: labels and shapes of all batches that Caffe made, SHA-256 of those whose values were kept, its draws."""
+    return json.loads(Path("tests/data/datalayer_batches.json").read_text())
+
+
 @pytest.mark.parametrize("way", ["native", "general"])
 @pytest.mark.parametrize("case", CASES)
-def test_first_batch(case: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_caffe(case: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one value for value, the hashes of the others that were kept, the labels of all."""
     if way == "general":
         monkeypatch.setattr(native.Native, "of", lambda *_: None)
     database, transform = CASES[case]
+    caffes = all_batches()[case]
     with np.load("tests/data/datalayer_caffe.npz") as file:
-        expected, labels = file[f"{case}/data"], file[f"{case}/labels"]
-        draws = file.get(f"{case}/draws")
+        first = file[f"{case}/data"]
+    draws = caffes.get("draws")
     if draws is not None:
         # Words that give Caffe's draws: a bit for the mirror, offsets that are what is left of a division by more.
-        words = np.concatenate([draws, draws[:, :1]], axis=1).astype(np.uint64)
-        monkeypatch.setattr(philox, "block_1", lambda *_, **__: words)
+        words = np.array(draws, np.uint64)[:, [0, 1, 2, 0]]
+        monkeypatch.setattr(philox, "block_1", lambda *arguments: words[arguments[-1]])  # by record
     spec = FeedSpec(
-        f"tests/data/db/{database}", len(expected), phase="TEST" if draws is None else "TRAIN", depth=1,
-        transform=TransformSpec(**transform),
+        f"tests/data/db/{database}", len(first), phase="TEST" if draws is None else "TRAIN", depth=1,
+        stop_step=len(caffes["labels"]), transform=TransformSpec(**transform),
     )  # fmt: skip
     with Feed.from_spec(spec) as feed:
-        batch = next(feed)
-        np.testing.assert_array_equal(batch.labels, labels)
-        np.testing.assert_array_equal(batch.data, expected)
+        for batch, labels, shape in zip(feed, caffes["labels"], caffes["shapes"], strict=True):
+            assert batch.labels.tolist() == labels
+            assert list(batch.data.shape) == shape
+            if batch.step == 0:
+                np.testing.assert_array_equal(batch.data, first)
+            if kept := caffes["sha256"].get(str(batch.step)):
+                assert hashlib.sha256(batch.data.tobytes()).hexdigest() == kept, batch.step
 
 
 def test_a_batch_runs_on_into_the_next_epoch() -> None:

@@ -6,6 +6,7 @@ sample with every possible crop of every photo, and are those of its generator (
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ def caffe() -> dict[str, np.ndarray]:
 
 
 @pytest.fixture
+def hashes() -> dict[str, Any]:
+    """By case and batch, of values that are not kept whole."""
+    return json.loads(Path("tests/data/datalayer_batches.json").read_text())
+
+
+@pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with photos, their list, and HDF5 files, as Caffe's nets expect to be started in it."""
     build.photos(tmp_path)
@@ -55,13 +62,14 @@ def config(layer: str, **flags: Any) -> Any:
     return settings.load(None, given)
 
 
-def test_photos_are_resized_as_in_caffe(caffe: dict[str, np.ndarray], place: Path) -> None:
+def test_photos_are_resized_as_in_caffe(caffe: dict[str, np.ndarray], hashes: dict[str, Any], place: Path) -> None:
     with Feed(config(IMAGES % ("", "")), "TEST", stop_step=4) as feed:
         assert feed.blob_shapes == [(6, 3, 40, 48), (6,)]
         for step, batch in enumerate(feed):
             np.testing.assert_array_equal(batch.labels, caffe["imagedata_resize/labels"][step])
             if step in (0, 3):
                 np.testing.assert_array_equal(batch.data, caffe[f"imagedata_resize/data{step or ''}"])
+            assert hashlib.sha256(batch.data.tobytes()).hexdigest() == hashes["imagedata_resize"]["sha256"][str(step)]
 
 
 def test_gray_photos_are_those_of_caffe(caffe: dict[str, np.ndarray], place: Path) -> None:
@@ -110,7 +118,9 @@ def test_rows_of_hdf5_files_are_those_of_caffe_over_files_and_epochs(caffe: dict
             np.testing.assert_array_equal(labels, caffe["hdf5data/labels"][step])
 
 
-def test_raw_photos_one_at_a_time_have_the_sizes_caffe_saw(caffe: dict[str, np.ndarray], place: Path) -> None:
+def test_raw_photos_one_at_a_time_have_the_sizes_caffe_saw(
+    caffe: dict[str, np.ndarray], hashes: dict[str, Any], place: Path
+) -> None:
     """``rawnative_batch1_varshape``: its pixels are those of ``encnative_batch1_varshape``, stored raw."""
     from datasets import datum, decode
     from datasets.source import open_source
@@ -127,6 +137,8 @@ def test_raw_photos_one_at_a_time_have_the_sizes_caffe_saw(caffe: dict[str, np.n
             assert batch.data.shape == tuple(caffe["rawnative_batch1_varshape/shapes"][step])
             assert batch.labels.tolist() == caffe["rawnative_batch1_varshape/labels"][step].tolist()
             np.testing.assert_array_equal(batch.data[0], decode.to_image(datum.parse(values[step])))
+            if kept := hashes["rawnative_batch1_varshape"]["sha256"].get(str(step)):
+                assert hashlib.sha256(batch.data.tobytes()).hexdigest() == kept
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
