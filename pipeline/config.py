@@ -216,6 +216,7 @@ class Config(_Model):
     chaos: tuple[Any, ...] = Field(default=(), strict=False, description="a list of injected faults")
     _notes: tuple[str, ...] = PrivateAttr(default=())
     _iter_size: int = PrivateAttr(default=1)
+    _tests: bool = PrivateAttr(default=False)
 
     def model_post_init(self, _context: Any) -> None:
         _refuse_later_values(self)
@@ -242,10 +243,15 @@ class Config(_Model):
         """Batches of a training step, whose gradients are summed: what the solver says, 1 where there is none."""
         return self._iter_size
 
-    def with_iter_size(self, batches: int) -> Config:
-        """The same configuration with so many batches a step."""
+    @property
+    def tests(self) -> bool:
+        """Whether the solver asks for tests: only then is the test set opened."""
+        return self._tests
+
+    def with_solver(self, iter_size: int, tests: bool) -> Config:
+        """The same configuration with what a solver says: batches of a step, and whether it tests."""
         copy = self.model_copy()
-        copy._iter_size = batches
+        copy._iter_size, copy._tests = iter_size, tests
         return copy
 
     def source(self, phase: Phase) -> SourceConfig:

@@ -312,10 +312,8 @@ class Job:
         from pipeline.worker import open_data
 
         self.identities = {}
-        phases: tuple[Phase, ...] = ("TRAIN", "TEST")
+        phases: tuple[Phase, ...] = ("TRAIN", "TEST") if self.config.tests else ("TRAIN",)
         for phase in phases:
-            if self.config.source(phase).source is None:
-                continue
             with open_data(feed_spec(self.config, phase)) as source:
                 sniffed = not self.config.source(phase).backend and source.backend not in ("memory", "python")
                 told = " (no backend named: told by what lies there)" if sniffed else ""
@@ -358,20 +356,19 @@ class Job:
         )
 
     def _open_solver(self, backend: Backend) -> Any:
-        from datasets import caffe_pb2
         from gpu.loss_scale import LossScale
         from gpu.parameters import ParamShapesError
-        from gpu.prototxt import read_message
         from gpu.solver import Solver
+        from pipeline.solverdata import read_solver
 
-        config, param = self.config, caffe_pb2.SolverParameter()
-        read_message(Path(str(config.solver)), param)
+        config = self.config
+        param = read_solver(str(config.solver))
         self.display.interval = int(param.display) or self.display.interval
-        shapes, test_shapes = self._input_shapes("TRAIN", self.feed), None
-        if len(param.test_iter) and param.test_interval:
+        shapes, test_shapes = self._input_shapes("TRAIN", self.feed, param), None
+        if config.tests:
             self._test_iterations, self._test_interval = int(param.test_iter[0]), int(param.test_interval)
             self._test_feed = self._make_feed("TEST", 0, None, cycle=self._test_iterations)
-            test_shapes = self._input_shapes("TEST", self._test_feed)
+            test_shapes = self._input_shapes("TEST", self._test_feed, param)
         try:
             solver = Solver(
                 str(config.solver),
@@ -437,10 +434,9 @@ class Job:
             else f"data.transform.crop: {side} (or less) makes both one size, or convert one set again with --resize",
         )
 
-    def _input_shapes(self, phase: Phase, feed: Feed) -> dict[str, tuple[int, ...]]:
+    def _input_shapes(self, phase: Phase, feed: Feed, solver: Any) -> dict[str, tuple[int, ...]]:
         """Shapes of the net's inputs in a phase, and their names, which :meth:`_named` uses from then on."""
-        from gpu.data_layers import data_layers
-        from gpu.prototxt import filter_net, load_net
+        from pipeline.solverdata import phase_net
 
         tail, batch = self.config.source(phase).tail, feed.shape[0]
         if tail == "partial" and feed.records % batch:
@@ -449,22 +445,16 @@ class Job:
                 expected="tail: wrap or drop, or a batch that divides the number of records",
                 found=f"{feed.records} records in batches of {batch}: the last one has {feed.records % batch}",
             )
-        net = str(self.config.net)
-        layers = data_layers(net, phase)
-        if layers:
-            names = layers[0].tops
-        else:
-            names = tuple(
-                top
-                for layer in filter_net(load_net(net), phase).net.layer
-                if not layer.bottom and layer.type != "DummyData"
-                for top in layer.top
-            )
+        net = phase_net(str(self.config.net), solver, self.config.solver, phase)
+        layers, inputs = net.data_layers(), net.inputs()
+        names = layers[0].tops if layers else tuple(top for layer in inputs for top in layer.top)
+        if not layers:
+            _check_memory(inputs, feed.sample_shape, phase)
         parts = self.config.iter_size if phase == "TRAIN" else 1
         shapes = [(shape[0] // parts, *shape[1:]) for shape in feed.blob_shapes]
         if not 1 <= len(names) <= len(shapes):
             raise UsageError(
-                f"{net}: the feed cannot fill the inputs of the net in {phase}",
+                f"{net.path}: the feed cannot fill the inputs of the net in {phase}",
                 expected="one input (data) or two (data, label)" if len(shapes) == 2 else f"{len(shapes)} at most",
                 found=", ".join(names) or "none",
             )
@@ -483,3 +473,16 @@ class Job:
             self._fed = ("TEST", batch.ids.copy(), batch.labels.copy())  # as in hand_over
             yield self._named(batch, "TEST")
             batch.release()
+
+
+def _check_memory(inputs: list[Any], sample: tuple[int, ...], phase: Phase) -> None:
+    """A MemoryData layer says how large its images are, and Caffe takes no others."""
+    for layer in inputs[:1]:
+        p = layer.memory_data_param
+        if layer.type == "MemoryData" and sample != (p.channels, p.height, p.width):
+            raise UsageError(
+                f"data.{phase.lower()} does not fit layer {layer.name!r} (MemoryData)",
+                expected=f"samples of {p.channels} x {p.height} x {p.width} (channels x rows x columns)",
+                found=" x ".join(map(str, sample)),
+                hint="change channels, height and width of the layer, or data.transform.crop",
+            )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.config import Config, Phase, validate
-from profiler.errors import UsageError
+from pipeline.solverdata import PhaseNet, existing, phase_net, read_solver, tests
+from pipeline.solverdata import notes as solver_notes
+from profiler.errors import StallscopeError, UsageError
 
 if TYPE_CHECKING:
     from gpu.data_layers import DataLayer
@@ -42,17 +43,25 @@ def complete(document: dict[str, Any], base: Path) -> Config:
     _check_shape_of_job(document, run)
     data = document.setdefault("data", {})
     shared = data.get("transform") or {}
-    for phase in ("TRAIN", "TEST"):
+    train: PhaseNet | None = None
+    phases: tuple[Phase, ...] = ("TRAIN", "TEST")
+    for phase in phases:
         section = data.setdefault(phase.lower(), {})
-        layer = _data_layer(document["net"], phase) if document.get("net") else None
-        _fill(section, shared, phase, layer, document.get("net"), base, notes)
-        if (
-            layer is not None
-            and layer.shuffle is not None
-            and (phase == "TRAIN" or (solver is not None and solver.test_iter))
-        ):
-            _shuffle(data, phase, layer, notes)
-    _check_data(document, data, solver)
+        used = phase == "TRAIN" or tests(solver)
+        if section.get("source") is not None and not used and solver is not None:
+            notes.append(f"data.test has no effect: {document['solver']} never tests")
+        _fill_given(section, shared, phase, base)
+        # What is never read need not exist: Caffe does not open it either.
+        with contextlib.nullcontext() if used else contextlib.suppress(StallscopeError):
+            if document.get("net") is not None:
+                net = phase_net(document["net"], solver, document.get("solver"), phase)
+                train = train or net
+                layer = _data_layer(net)
+                _fill(section, layer, net, notes)
+                if layer is not None and layer.shuffle is not None and used:
+                    _shuffle(data, phase, layer, notes)
+            _python_batch(section, phase)
+    _check_data(document, data, solver, train)
     config = validate(document)
     given, grows = config.device.model_fields_set, {"loss_scale_start", "loss_scale_growth"}
     if config.device.precision == "fp32":
@@ -61,49 +70,17 @@ def complete(document: dict[str, Any], base: Path) -> Config:
     elif config.device.loss_scale != "dynamic":
         notes += [f"device.{key} has no effect: device.loss_scale is a number" for key in sorted(given & grows)]
     if solver is not None:
-        config = config.with_iter_size(int(solver.iter_size))
+        config = config.with_solver(int(solver.iter_size), tests(solver))
     return config.with_notes(*dict.fromkeys(notes))  # one layer may serve both phases
-
-
-def existing(key: str, path: str, base: Path) -> str:
-    """``path`` where it exists: relative to the current directory, else to ``base``. Raises :class:`UsageError`."""
-    given = Path(path).expanduser()
-    # os.path.exists: of a path that no system can have (too long a name), Path.exists raises OSError
-    if os.path.exists(given):
-        return str(given)
-    if not given.is_absolute() and os.path.exists(base / given):
-        return str(base / given)
-    looked = [str(given.absolute())] + ([] if given.is_absolute() else [str((base / given).absolute())])
-    raise UsageError(
-        f"{key}: {path} does not exist",
-        expected="an existing path",
-        found="nothing at " + " or ".join(dict.fromkeys(looked)),
-    )
 
 
 def _solver(document: dict[str, Any], run: dict[str, Any], base: Path, notes: list[str]) -> Any | None:
     """The solver's message, with its net and max_iter taken over where the configuration has none."""
     if document.get("solver") is None:
         return None
-    from datasets import caffe_pb2
-    from gpu.prototxt import read_message
-
     path = document["solver"] = existing("solver", document["solver"], base)
-    solver = caffe_pb2.SolverParameter()
-    read_message(Path(path), solver)
-    if len(solver.test_iter) > 1:
-        raise UsageError(
-            f"not supported in this version: test_iter: {list(solver.test_iter)} in {path}",
-            expected="one test net",
-            hint="keep one test_iter",
-        )
-    if solver.iter_size < 1:
-        raise UsageError(f"iter_size of {path} is out of range", expected="1 or more", found=solver.iter_size)
-    for field in ("snapshot", "snapshot_prefix"):
-        if solver.HasField(field):
-            notes.append(f"{field} of {path} has no effect: run.checkpoint_every and run.folder say when and where")
-    if not solver.snapshot_after_train:
-        notes.append(f"snapshot_after_train of {path} has no effect: a run ends with a snapshot")
+    solver = read_solver(path)
+    notes += solver_notes(solver, path)
     named = solver.net or solver.train_net
     if named and document.get("net") is None:
         document["net"] = existing(f"{path}: net", named, Path(path).parent)
@@ -143,38 +120,21 @@ def _check_shape_of_job(document: dict[str, Any], run: dict[str, Any]) -> None:
         )
 
 
-def _data_layer(net: str, phase: Phase) -> DataLayer | None:
-    """The layer of the net that loads data in a phase; None where the net has none."""
-    from gpu.data_layers import data_layers
-
-    layers = data_layers(net, phase)
+def _data_layer(net: PhaseNet) -> DataLayer | None:
+    """The layer of the net that loads data in its phase; None where the net has none."""
+    layers = net.data_layers()
     if len(layers) > 1:
         raise UsageError(
-            f"{net}: {len(layers)} data layers in {phase}",
+            f"{net.path}: {len(layers)} data layers in {net.phase}",
             expected="one data layer in each phase",
             found=", ".join(layer.name for layer in layers),
         )
     return layers[0] if layers else None
 
 
-def _memory_layers(net: str) -> list[str]:
-    from gpu.prototxt import filter_net, load_net
-
-    return [layer.name for layer in filter_net(load_net(net), "TRAIN").net.layer if layer.type == "MemoryData"]
-
-
-def _fill(
-    section: dict[str, Any],
-    shared: dict[str, Any],
-    phase: Phase,
-    layer: DataLayer | None,
-    net: str | None,
-    base: Path,
-    notes: list[str],
-) -> None:
-    """Fill one of data.train and data.test from the data layer of its phase."""
+def _fill_given(section: dict[str, Any], shared: dict[str, Any], phase: str, base: Path) -> None:
+    """What the configuration itself says of one of data.train and data.test: paths that exist, one transform."""
     name = f"data.{phase.lower()}"
-    where = f"layer {layer.name!r} of {net}" if layer is not None else ""
     own = section.get("transform")
     transform = dict(own if own is not None else shared)
     if own is None and phase == "TEST":
@@ -183,21 +143,42 @@ def _fill(
     _path(f"{name}.source", section, "source", base)
     _path(f"{name}.labels", section, "labels", base)
     _path(f"{name}.root", section, "root", base)
+    section["transform"] = transform
+
+
+def _fill(section: dict[str, Any], layer: DataLayer | None, net: PhaseNet, notes: list[str]) -> None:
+    """Fill one of data.train and data.test from the data layer of its phase, or from the inputs of the net."""
+    name, folder = f"data.{net.phase.lower()}", Path(net.path).parent
+    transform = section["transform"]
     if layer is not None:
+        where = f"layer {layer.name!r} of {net.path}"
         same = section.get("source") in (None, layer.source)
         _merge(name, section, _source_settings(layer, same), where, notes)
         _merge(f"{name}.transform", transform, _transform_settings(layer, transform, same), where, notes)
         notes.extend(f"{field} of {where} has no effect here" for field in layer.unused)
-        folder = Path(net or ".").parent
         _path(f"{where}: source", section, "source", folder)
         _path(f"{where}: root_folder", section, "root", folder)
         _path(f"{where}: mean_file", transform, "mean_file", folder)
+    elif section.get("source") is not None and (batch := _input_batch(net)) is not None:
+        _merge(name, section, {"batch": batch[1]}, f"layer {batch[0]!r} of {net.path}", notes)
+
+
+def _input_batch(net: PhaseNet) -> tuple[str, int] | None:
+    """Name of the first input of a net without data layers, and its samples in a batch; None where it is silent."""
+    for layer in net.inputs()[:1]:
+        dims = layer.input_param.shape[0].dim if layer.input_param.shape else ()
+        count = layer.memory_data_param.batch_size if layer.type == "MemoryData" else dims[0] if dims else 0
+        return (layer.name, int(count)) if count else None
+    return None
+
+
+def _python_batch(section: dict[str, Any], phase: str) -> None:
+    """A Python data layer may say how many samples make a batch."""
     if str(section.get("source") or "").startswith("python:") and section.get("batch") is None:
         from pipeline.python_source import PythonSource
 
         with PythonSource(section["source"], section.get("param"), phase) as source:
             section["batch"] = source.batch
-    section["transform"] = transform
 
 
 def _path(key: str, section: dict[str, Any], name: str, base: Path) -> None:
@@ -268,28 +249,29 @@ def _as_written(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _check_data(document: dict[str, Any], data: dict[str, Any], solver: Any | None) -> None:
+def _check_data(document: dict[str, Any], data: dict[str, Any], solver: Any | None, net: PhaseNet | None) -> None:
     train, test = data["train"], data["test"]
     if train.get("source") is None:
-        net = document.get("net")
         hint = "add 'data: {train: {source: FOLDER, batch: 64}}'"
-        if net and (memory := _memory_layers(net)):
-            what = f"{net}: layer {memory[0]!r} (MemoryData) is filled by a program, which a job has not"
-            hint += ", which fills its tops; or train in Python: Net.set_input_arrays and Solver.step"
-        elif net:
-            what = f"{net}: the net has no data layer and the configuration has no data.train.source"
+        memory = [layer.name for layer in net.inputs() if layer.type == "MemoryData"] if net is not None else []
+        if net is not None and memory:
+            what = f"{net.path}: layer {memory[0]!r} (MemoryData) is filled by a program, which a job has not"
+            hint = "add 'data: {train: {source: FOLDER}}', which fills its tops; or train in Python: "
+            hint += "Net.set_input_arrays and Solver.step"
+        elif net is not None:
+            what = f"{net.path}: the net has no data layer and the configuration has no data.train.source"
         else:
             what = "the configuration has no data.train.source"
         raise UsageError(what, expected="a Data layer in the net or data.train.source in the configuration", hint=hint)
-    tests = solver is not None and (len(solver.test_iter) > 0 and solver.test_interval > 0)
-    if tests and test.get("source") is None:
+    if tests(solver) and test.get("source") is None:
         raise UsageError(
             f"{document['solver']} asks for tests but there is no test set",
             expected="a Data layer for TEST in the net or data.test.source in the configuration",
             hint="add 'data: {test: {source: FOLDER, batch: 100}}'",
         )
     for phase, section in (("train", train), ("test", test)):
-        if section.get("source") is not None and section.get("batch") is None:
+        used = phase == "train" or tests(solver)
+        if used and section.get("source") is not None and section.get("batch") is None:
             raise UsageError(
                 f"data.{phase} has no batch",
                 expected="records in a batch: data." + phase + ".batch, or batch_size in the data layer",
