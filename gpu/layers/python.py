@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -27,6 +29,13 @@ _HINTS = {
 }
 _own: set[str] = set()
 """Type names that users registered."""
+
+
+class _Memory:
+    """The memory of an array. An array that stands on one is what all views of it refer to, not what lies below."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array, self.__array_interface__ = array, array.__array_interface__
 
 
 class _Adapter:
@@ -106,14 +115,18 @@ class Python(_Adapter, Layer):
         return bool(self._class.reads_top)
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
+        lent: list[tuple[Face, str, weakref.ref[Array]]] = []
         for i, (face, array) in enumerate(zip(self._bottoms, bottoms, strict=True)):
             face.show(self._seen("bottom", i, array, protect=not self._class.in_place))
+            self._lend(face, "bottom", self.reads_bottom(), lent)
         for i, (face, array) in enumerate(zip(self._tops, tops, strict=True)):
             # Written over its bottom, a top has the bottom's values, on the host as well.
             face.show(self._seen("top", i, array, fetch=self._class.in_place))
+            self._lend(face, "top", self.reads_top(), lent)
         for i, (face, blob) in enumerate(zip(self._faces, self.blobs, strict=True)):
             face.show(self._seen("parameter", i, blob.device_data))
         self._call("forward", self._bottoms, self._tops)
+        self._take_back(lent)
         for i, array in enumerate(tops):
             self._send("top", i, array)
         for i, blob in enumerate(self.blobs):
@@ -148,6 +161,28 @@ class Python(_Adapter, Layer):
             for i, diff in enumerate(arrays):
                 if diff is not None:
                     self._send(kind, i, diff)
+
+    def _lend(self, face: Face, kind: str, reads: bool, lent: list[tuple[Face, str, weakref.ref[Array]]]) -> None:
+        """Values that are not kept for backward: as an array of their own, so that it shows who keeps them anyway."""
+        array = face.data
+        if reads or not isinstance(array, np.ndarray) or not array.size:
+            return
+        array = np.asarray(_Memory(array))
+        face.show(array)
+        lent.append((face, kind, weakref.ref(array)))
+
+    def _take_back(self, lent: list[tuple[Face, str, weakref.ref[Array]]]) -> None:
+        for face, _, _ in lent:
+            face.forget()
+        if any(array() is not None for _, _, array in lent):
+            gc.collect()  # it may be no more than a cycle that nobody has any longer
+        for face, kind, array in lent:
+            if array() is not None:
+                raise self.error(
+                    f"forward() of {where(self._class)} keeps the values of {face.what}, whose memory others get",
+                    found=f"reads_{kind} = False in {where(self._class)}",
+                    hint=f"keep a copy ({kind}[0].data.copy()), or leave reads_{kind} out: then the net keeps them",
+                )
 
     def _seen(self, kind: str, index: int, array: Array, *, protect: bool = False, fetch: bool = True) -> Array:
         """The array as the user's code gets it: the live one, or for a device its copy on the host."""

@@ -125,6 +125,15 @@ class Careless(Scale):
             top[0].diff[...] = 0
         bottom[0].diff[...] = 0
 
+class Keeper(Negate):
+    in_place = False
+    def forward(self, bottom, top):
+        super().forward(bottom, top)
+        x, y = bottom[0].data, top[0].data
+        self.kept = eval(self.param_str, {"x": x, "y": y})
+    def backward(self, top, propagate_down, bottom):
+        super().backward(top, propagate_down, bottom)
+
 NotALayer = 3
 """
 
@@ -277,6 +286,45 @@ def test_what_goes_wrong_in_a_layer_names_it(folder: Path, what: str, message: s
     if "raised" in message and found in MODULE:
         line = 1 + MODULE[: MODULE.index(found)].count("\n")
         assert f"user_layers.py, line {line}" in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["numpy", "emulated"])
+@pytest.mark.parametrize(
+    ("kept", "which"),
+    [
+        ("x", "bottom"), ("y", "top"), ("x[0]", "bottom"), ("y.reshape(-1)[1:]", "top"), ("x.T", "bottom"),
+        ("[{'deep': memoryview(x)}]", "bottom"), ("iter(y)", "top"),
+        ("x.copy()", ""), ("x * 2", ""), ("x[[0]]", ""), ("float(y.sum())", ""), ("(x.shape, y.dtype)", ""),
+    ],
+)  # fmt: skip
+def test_values_that_are_kept_against_the_declaration(folder: Path, kept: str, which: str, backend: str) -> None:
+    """``reads_… = False`` gives their memory away: kept arrays would hold other values by the time of backward."""
+    net = python_net("Keeper", kept, backend=backend)
+    if not which:
+        net.forward()
+        net.forward()
+        return
+    with pytest.raises(
+        LayerError, match=rf"layer 'L' .*forward\(\) of user_layers\.Keeper keeps .*{which}\[0\]"
+    ) as caught:
+        net.forward()
+    assert f"reads_{which} = False" in str(caught.value)
+
+
+def test_a_cycle_that_nobody_has_is_no_keeping(folder: Path) -> None:
+    net = python_net("Keeper", "(lambda a: (a.append(a), a.append(x), None)[-1])([])")
+    net.forward()
+
+
+def test_share_in_parallel_is_told_to_the_class(folder: Path) -> None:
+    for text, told in (("", False), ("share_in_parallel: true", True), ("share_in_parallel: false", False)):
+        net = Net(
+            f"""layer {{ name: "x" type: "Input" top: "x" input_param {{ shape {{ dim: 2 }} }} }}
+            layer {{ name: "L" type: "Python" bottom: "x" top: "y"
+              python_param {{ module: "user_layers" layer: "Scale" param_str: "2" {text} }} }}"""
+        )
+        (layer,) = [layer for layer in net.layers if layer.name == "L"]
+        assert layer._user.share_in_parallel is told
 
 
 @pytest.mark.parametrize(
