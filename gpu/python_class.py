@@ -11,6 +11,7 @@ from typing import Any
 
 from gpu.layers.base import LayerError
 from gpu.python_layer import PythonLayer
+from profiler.errors import is_users_own
 
 
 def find_class(spec: Any) -> type[PythonLayer]:
@@ -39,6 +40,17 @@ def find_class(spec: Any) -> type[PythonLayer]:
     )
 
 
+def check_declared(spec: Any, cls: type[PythonLayer]) -> None:
+    """Raise LayerError for a class that is used without bottoms and does not say whether it makes data."""
+    if cls.makes_data is None and not spec.bottom:
+        raise LayerError(
+            f"layer {spec.name!r} ({spec.type}): {where(cls)} has no bottoms and does not say what it is",
+            expected="a data layer, which the feed's side runs: class ...(gpu.PythonDataLayer)",
+            found=f"class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)})",
+            hint="makes_data = False in the class if it shall run inside the net",
+        )
+
+
 def find_data_class(spec: Any) -> type[PythonLayer] | None:
     """The class of a layer that makes data, None for one that runs in the net. Raises LayerError."""
     if spec.type == "Python":
@@ -48,6 +60,8 @@ def find_data_class(spec: Any) -> type[PythonLayer] | None:
 
         import_module(spec)
         cls = getattr(registry().get(spec.type), "user_class", None)
+    if cls is not None:
+        check_declared(spec, cls)
     return cls if cls is not None and cls.makes_data else None
 
 
@@ -74,7 +88,9 @@ def import_module(spec: Any) -> Any:
         if missing == "caffe":
             hint = "from gpu import PythonLayer in place of caffe.Layer (docs/custom_layers.md)"
         raise LayerError(f"{begin} needs the module {missing!r}, which is not there", hint=hint) from error
-    except Exception as error:
+    except BaseException as error:
+        if not is_users_own(error):
+            raise
         raise LayerError(
             f"{begin} cannot be imported: {type(error).__name__}: {error}",
             found=line_of(error, None),
@@ -89,7 +105,7 @@ def where(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def line_of(error: Exception, cls: type | None) -> str | None:
+def line_of(error: BaseException, cls: type | None) -> str | None:
     """File and line where it went wrong: the deepest frame in the class's own file, else the deepest of all."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:

@@ -178,7 +178,9 @@ def _python_batch(section: dict[str, Any], phase: str) -> None:
         from pipeline.python_source import PythonSource
 
         with PythonSource(section["source"], section.get("param"), phase) as source:
-            section["batch"] = source.batch
+            batch = section["batch"] = source.batch
+        if batch is not None and (not isinstance(batch, int) or batch < 1):
+            raise UsageError(f"{source.name} has a batch that is none", expected="an integer from 1", found=repr(batch))
 
 
 def _path(key: str, section: dict[str, Any], name: str, base: Path) -> None:

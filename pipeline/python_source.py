@@ -16,7 +16,7 @@ import numpy as np
 from datasets import caffe_pb2, datum
 from datasets.paired import PairedRecord
 from datasets.source import Record, Source
-from profiler.errors import StallscopeError, UsageError
+from profiler.errors import StallscopeError, UsageError, is_users_own
 
 PREFIX = "python:"
 _AS_INDEXED = (
@@ -193,7 +193,9 @@ class PythonSource(Source):
         """Whatever the user's code raises becomes an error that names class, method, sample, file and line."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
+            if not is_users_own(error):
+                raise
             from gpu.python_class import line_of
 
             call = f"{method}({'' if index is None else index})"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pipeline.philox import Draws, generator
 from pipeline.spec import TransformSpec
-from profiler.errors import StallscopeError, UsageError
+from profiler.errors import StallscopeError, UsageError, is_users_own
 
 Function = Callable[[np.ndarray, Any, np.random.Generator], tuple[np.ndarray, Any]]
 Shape = tuple[int, int, int]
@@ -146,7 +146,9 @@ class Transform:
         image = np.array(image)  # the function may write into its image, but not into the stored record
         try:
             result = self.function(image, label, generator(self.seed, self.phase, epoch, record))
-        except Exception as error:
+        except BaseException as error:
+            if not is_users_own(error):
+                raise
             raise TransformError(
                 f"the transform function {name} failed on {where}: {type(error).__name__}: {error}",
                 hint=f"call it on this record alone: it came with label {label}, epoch {epoch}",

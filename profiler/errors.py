@@ -50,6 +50,11 @@ class UsageError(StallscopeError):
     """Wrong use: a bad flag, an unknown configuration key, a value out of range."""
 
 
+def is_users_own(error: BaseException) -> bool:
+    """Whether what came out of a user's function is its failure: ``sys.exit()`` is, an end that Ray asks for is not."""
+    return isinstance(error, Exception) or (isinstance(error, SystemExit) and not hasattr(error, "is_ray_terminate"))
+
+
 class MissingExtraError(StallscopeError):
     """An optional dependency is not installed. ``extra``: the one of this project that has it."""
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from gpu.fillers import name_key
 from gpu.layers import registry
-from gpu.layers.base import REGISTRY, Array, Layer, LayerError, ParamShape, Shape, register
+from gpu.layers.base import REGISTRY, Array, Layer, ParamShape, Shape, register
 from gpu.layers.source import Source
-from gpu.python_class import find_class, import_module, line_of, where
+from gpu.python_class import check_declared, find_class, import_module, line_of, where
 from gpu.python_layer import Face, Parameters, PythonLayer
-from profiler.errors import StallscopeError, UsageError
+from profiler.errors import StallscopeError, UsageError, is_users_own
 
 _STREAM = 3
 """Counter word 1 of a layer's own draws, as for dropout masks: the key holds the layer's name."""
@@ -53,15 +53,8 @@ class Python(_Adapter, Layer):
 
     def __new__(cls, spec: Any, context: Any) -> Any:
         found = cls.user_class or find_class(spec)
-        makes_data = found.makes_data
-        if makes_data is None and not spec.bottom:
-            raise LayerError(
-                f"layer {spec.name!r} ({spec.type}): {where(found)} has no bottoms and does not say what it is",
-                expected="a data layer, which the feed's side runs: class ...(gpu.PythonDataLayer)",
-                found=f"class {found.__name__}({', '.join(base.__name__ for base in found.__bases__)})",
-                hint="makes_data = False in the class if it shall run inside the net",
-            )
-        if makes_data:
+        check_declared(spec, found)
+        if found.makes_data:
             return PythonData(spec, context)
         made = super().__new__(cls)
         made._class = found
@@ -227,7 +220,9 @@ class Python(_Adapter, Layer):
                 found=error.found,
                 hint=error.hint,
             ) from error
-        except Exception as error:
+        except BaseException as error:
+            if not is_users_own(error):
+                raise
             hint = _HINTS.get(method, "the class is made without arguments").format(
                 param_str=self.spec.python_param.param_str
             )

@@ -113,6 +113,8 @@ class Careless(Scale):
             bottom[0].data[...] = 0
         if self.what == "forward":
             np.zeros(3) + np.zeros(4)
+        if self.what == "exit":
+            raise SystemExit(4)
         if self.what == "own":
             raise gpu.net.StallscopeError("too cold", expected="warm", found="ice", hint="a heater")
         top[0].data[...] = 1
@@ -266,6 +268,7 @@ def test_draws_depend_on_seed_and_iteration_alone(folder: Path) -> None:
         ("no shape", r"left top\[0\] without a shape", ""),
         ("bottom shape", r"bottom\[0\] cannot be reshaped", ""),
         ("forward", r"forward\(\) of user_layers.Careless raised ValueError.*broadcast", "np.zeros(3)"),
+        ("exit", r"forward\(\) of user_layers.Careless raised SystemExit: 4", "raise SystemExit(4)"),
         ("writes bottom", "raised ValueError.*read-only", "bottom[0].data[...] = 0"),
         ("add_blob", r"can be added in setup\(\) only", ""),
         ("own", "forward.. of user_layers.Careless: too cold", "a heater"),
@@ -338,12 +341,14 @@ def test_share_in_parallel_is_told_to_the_class(folder: Path) -> None:
         ),
         ('module: "no_such_module" layer: "X"', "module 'no_such_module' is not there", "PYTHONPATH"),
         ('module: "broken" layer: "X"', "cannot be imported: SyntaxError", "whole traceback"),
+        ('module: "leaves" layer: "X"', "cannot be imported: SystemExit: 6", "whole traceback"),
         ('module: "from_caffe" layer: "X"', "needs the module 'caffe'", "gpu import PythonLayer"),
         ('layer: "X"', "needs a module and a layer", 'module: "my_layers"'),
     ],
 )
 def test_what_goes_wrong_in_finding_a_layer(folder: Path, param: str, message: str, hint: str) -> None:
     (folder / "broken.py").write_text("def f(:\n")
+    (folder / "leaves.py").write_text("raise SystemExit(6)\n")
     (folder / "from_caffe.py").write_text("import caffe\n")
     with pytest.raises(LayerError, match=rf"layer 'L' \(Python\).*{message}") as caught:
         Net(

@@ -129,6 +129,7 @@ def test_classes_that_are_not_there_are_named() -> None:
     ("wrong", "error", "told"),
     [
         ("raises", PythonDataError, r"read\(3\) of .*Fails raised IndexError"),
+        ("exits", PythonDataError, r"read\(3\) of .*Fails raised SystemExit: 5"),
         ("nothing", PythonDataError, r"read\(3\) .* gave no sample"),
         ("ints", PythonDataError, "int64"),
         ("label", PythonDataError, "a label that is an int"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,32 @@ def test_memory_data_takes_images_of_its_own_size(place: Path) -> None:
     assert "data.train does not fit layer 'm' (MemoryData)" in done.err
     assert "1 x 5 x 6" in done.err
     assert "1 x 5 x 7" in done.err
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("class X(gpu.PythonLayer): ...", "has no bottoms and does not say what it is"),
+        (
+            "class X(tests.pipeline.user_data.Noise):\n  batch = property(lambda s: '4', lambda s, v: None)",
+            "batch that is none",
+        ),
+        (
+            "class X(tests.pipeline.user_data.Noise):\n  batch = property(lambda s: 0, lambda s, v: None)",
+            "batch that is none",
+        ),
+    ],
+)
+def test_python_data_layers_that_say_too_little(
+    place: Path, body: str, told: str, request: pytest.FixtureRequest
+) -> None:
+    module = f"my_{abs(hash((body, place)))}"
+    (place / f"{module}.py").write_text(f"import gpu\nimport tests.pipeline.user_data\n{body}\n")
+    request.addfinalizer(lambda: sys.modules.pop(module, None))
+    param = f'python_param {{ module: "{module}" layer: "X" }}'
+    text = f'layer {{ name: "p" type: "Python" top: "data" top: "label" {param} }}'
+    with pytest.raises(StallscopeError, match=told):
+        configured("", text)
 
 
 def test_a_learned_blob_is_no_input(place: Path) -> None:

@@ -172,6 +172,7 @@ def test_user_function_gets_its_own_copy_and_its_own_random_numbers() -> None:
     ("name", "text"),
     [
         ("breaks_on_label_7", "ArithmeticError: seven is right out"),
+        ("leaves", "SystemExit: enough"),
         ("returns_nothing", "something else than (image, label)"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from typing import Any
 
@@ -69,6 +70,7 @@ class Fails(Noise):
             return super().read(index)
         return {
             "raises": lambda: [][index],
+            "exits": lambda: sys.exit(5),
             "nothing": lambda: None,
             "ints": lambda: (np.zeros((3, 8, 8), np.int64), 1),
             "label": lambda: (np.zeros((3, 8, 8), np.uint8), "cat"),
