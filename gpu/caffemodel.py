@@ -283,7 +283,7 @@ def copy_weights(
         same_size = all(problem.endswith("(same size)") for problem in problems)
         raise StallscopeError(
             f"{path} does not fit the net in {len(problems)} place(s):\n    " + "\n    ".join(problems),
-            hint="--reshape (reshape=True) copies blobs of the same size in another shape"
+            hint="Net.copy_from(..., reshape=True) copies blobs of the same size in another shape"
             if same_size
             else "give a layer that is meant to start anew another name in the prototxt",
         )

@@ -5,6 +5,7 @@
     state     iter, current_step     int32[1]
               learned_net            text with its terminating zero, scalar
               history/<i>            float32
+              loss_scale, solver_type  texts of our own, which Caffe does not look for
 
 h5py loads at first use. Nothing in a file is followed out of it: only plain links and data stored in place are read.
 """
@@ -21,6 +22,8 @@ import numpy as np
 
 from profiler.errors import StallscopeError
 
+OWN_TEXTS = ("loss_scale", "solver_type")
+"""Data sets of a state that Caffe does not look for."""
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _DAMAGED = "the file is damaged or its copy was interrupted"
 _NUMBER = re.compile(r"0|[1-9]\d{0,8}")
@@ -60,8 +63,10 @@ def read_weights(path: str | os.PathLike[str], content: memoryview) -> list[tupl
         return layers
 
 
-def read_state(path: str | os.PathLike[str], content: memoryview) -> tuple[int, str, int, list[np.ndarray], str]:
-    """iteration, learned_net, current_step, histories, and the text of a loss scale, empty where there is none.
+def read_state(
+    path: str | os.PathLike[str], content: memoryview
+) -> tuple[int, str, int, list[np.ndarray], dict[str, str]]:
+    """iteration, learned_net, current_step, histories, and texts of our own by name, empty where there are none.
 
     Raises StallscopeError for damaged files.
     """
@@ -70,7 +75,8 @@ def read_state(path: str | os.PathLike[str], content: memoryview) -> tuple[int, 
         if list(history) != list(range(len(history))):
             raise StallscopeError(f"{path}: histories are missing", expected="0 to n − 1", found=list(history))
         count, step = _integer(path, file, "iter"), _integer(path, file, "current_step")
-        return count, _text(file, "learned_net"), step, list(history.values()), _text(file, "loss_scale")
+        own = {name: _text(file, name) for name in OWN_TEXTS}
+        return count, _text(file, "learned_net"), step, list(history.values()), own
 
 
 def weights_image(
@@ -98,15 +104,16 @@ def weights_image(
 
 
 def state_image(
-    iteration: int, learned_net: str, current_step: int, history: Sequence[np.ndarray], loss_scale: str = ""
+    iteration: int, learned_net: str, current_step: int, history: Sequence[np.ndarray], own: Mapping[str, str]
 ) -> memoryview:
-    """The bytes of a solver state; a ``loss_scale``, which Caffe does not look for, only where there is one."""
+    """The bytes of a solver state; ``own``: texts of our own by name, left out where they are empty."""
     with _building() as (file, image):
         file["iter"] = np.array([iteration], "<i4")
         _put_text(file, "learned_net", learned_net)
         file["current_step"] = np.array([current_step], "<i4")
-        if loss_scale:
-            _put_text(file, "loss_scale", loss_scale)
+        for name in OWN_TEXTS:
+            if own.get(name):
+                _put_text(file, name, own[name])
         group = file.create_group("history")
         for place, array in enumerate(history):
             _put(group, str(place), array)

@@ -258,7 +258,7 @@ class Solver:
         learned_net = weights.name if is_folder else str(weights)
         scale = self.scaler.loss_scale.state() if self.scaler is not None else {}
         step = self.policy.current_step(max(0, self.iter - 1))  # of the rate used last, which is what Caffe keeps
-        write_state(state, SolverState(self.iter, learned_net, arrays, step, scale))
+        write_state(state, SolverState(self.iter, learned_net, arrays, step, scale, self.rule.type))
         return weights, state
 
     def restore(self, path: str | os.PathLike[str], *, weights: str | os.PathLike[str] | None = None) -> None:
@@ -269,6 +269,13 @@ class Solver:
         Raises StallscopeError for another kind of file, and where solver type, parameters or shapes do not fit.
         """
         state = read_state(path)
+        if state.solver_type not in ("", self.rule.type):  # Caffe's states do not say it
+            raise StallscopeError(
+                f"{path} does not belong to this solver: it is of another type",
+                expected=self.rule.type,
+                found=state.solver_type,
+                hint="histories of one type mean nothing to another; to keep the weights alone: weights in the solver",
+            )
         shapes = [tuple(array.shape) for array in self.history]
         found = [array.shape for array in state.history]
         if len(found) != len(shapes):

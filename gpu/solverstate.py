@@ -17,8 +17,8 @@ from gpu.loss_scale import LEAST, MOST
 from gpu.wire import WireError
 from profiler.errors import StallscopeError
 
-_LOSS_SCALE = 1000
-"""Number of our own field of ``SolverState``, JSON: beyond Caffe's, which skips what it does not know."""
+_OWN = {"solver_type": 999, "loss_scale": 1000}
+"""Our own fields of ``SolverState``, texts, by name and number: beyond Caffe's, which skips what it does not know."""
 _COUNTS = ("good", "skipped", "in_a_row")
 
 
@@ -26,7 +26,8 @@ _COUNTS = ("good", "skipped", "in_a_row")
 class SolverState:
     """``iteration``: updates done. ``history``: float32, in Caffe's order. ``current_step``: steps of the rate.
 
-    ``loss_scale``: state of fp16's (:meth:`gpu.loss_scale.LossScale.state`), in a field of our own that Caffe skips.
+    In fields of our own, which Caffe skips: ``loss_scale``, state of fp16's (:meth:`gpu.loss_scale.LossScale.state`);
+    ``solver_type``, ``SGD`` or another, empty in Caffe's files.
     """
 
     iteration: int
@@ -34,16 +35,20 @@ class SolverState:
     history: list[np.ndarray]
     current_step: int = 0
     loss_scale: Mapping[str, Any] = field(default_factory=dict)
+    solver_type: str = ""
 
 
 def read_state(path: str | os.PathLike[str]) -> SolverState:
     """Read a .solverstate, of either format. Raises StallscopeError for another kind of file and for damaged bytes."""
     data = contents(path)
     if expect(path, "solverstate", data):
-        count, learned_net, current_step, history, scale = hdf5.read_state(path, data)
-        return SolverState(count, learned_net, history, current_step, _scale_of(path, scale))
+        count, learned_net, current_step, history, own = hdf5.read_state(path, data)
+        scale = _scale_of(path, own["loss_scale"])
+        return SolverState(count, learned_net, history, current_step, scale, own["solver_type"])
     iteration = current_step = 0
-    learned_net = scale = ""
+    learned_net = ""
+    own = dict.fromkeys(_OWN, "")
+    names = {number: name for name, number in _OWN.items()}
     history = []
     try:
         for number, kind, value in wire.fields(data):
@@ -55,11 +60,12 @@ def read_state(path: str | os.PathLike[str]) -> SolverState:
                 learned_net = bytes(value).decode("utf-8", "surrogateescape")
             elif number == 3 and kind == wire.BYTES and isinstance(value, memoryview):
                 history.append(read_blob(value, f"history {len(history)}").array)
-            elif number == _LOSS_SCALE and kind == wire.BYTES and isinstance(value, memoryview):
-                scale = bytes(value).decode("utf-8", "replace")
+            elif number in names and kind == wire.BYTES and isinstance(value, memoryview):
+                own[names[number]] = bytes(value).decode("utf-8", "replace")
     except WireError as error:
         raise WireError(f"{path}: {error.what}", expected=error.expected, found=error.found, hint=error.hint) from error
-    return SolverState(iteration, learned_net, history, current_step, _scale_of(path, scale))
+    scale = _scale_of(path, own["loss_scale"])
+    return SolverState(iteration, learned_net, history, current_step, scale, own["solver_type"])
 
 
 def write_state(path: str | os.PathLike[str], state: SolverState) -> None:
@@ -68,8 +74,9 @@ def write_state(path: str | os.PathLike[str], state: SolverState) -> None:
     Raises StallscopeError where that is not possible.
     """
     scale = json.dumps(dict(state.loss_scale), sort_keys=True) if state.loss_scale else ""
+    own = {"loss_scale": scale, "solver_type": state.solver_type}
     if os.fspath(path).endswith(".h5"):
-        image = hdf5.state_image(state.iteration, state.learned_net, state.current_step, state.history, scale)
+        image = hdf5.state_image(state.iteration, state.learned_net, state.current_step, state.history, own)
         write_atomically(path, [image])
         return
     learned_net = state.learned_net.encode("utf-8", "surrogateescape")
@@ -78,8 +85,9 @@ def write_state(path: str | os.PathLike[str], state: SolverState) -> None:
     for array in state.history:
         pieces += wire.message_pieces(3, wire.blob_pieces(array))
     pieces.append(wire.varint(4 << 3) + wire.varint(state.current_step))
-    if scale:
-        pieces += [wire.header(_LOSS_SCALE, len(scale)), scale.encode()]
+    for name, number in _OWN.items():
+        if text := own[name].encode():
+            pieces += [wire.header(number, len(text)), text]
     write_atomically(path, pieces)
 
 

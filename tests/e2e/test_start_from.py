@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from threadpoolctl import threadpool_limits
 
 from datasets.convert import main as convert
 from gpu.solverstate import read_state
 from tests.e2e.conftest import IDX, ROOT
 from tests.e2e.conftest import train_forked as train
+from tests.gpu.training import lenet, mnist
 
 DATA = ROOT / "tests" / "data"
 
@@ -43,10 +45,12 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def job(databases: list[str], files: Path, iterations: int, *more: str) -> list[str]:
+def job(
+    databases: list[str], files: Path, iterations: int, *more: str, state: str = "lenet_iter_100.solverstate"
+) -> list[str]:
     return [
         *databases, f"--solver={files / 'solver.prototxt'}", f"--run.folder={files / 'run'}",
-        f"--run.start_from={files / 'lenet_iter_100.solverstate'}", f"--run.iterations={iterations}",
+        f"--run.start_from={files / state}", f"--run.iterations={iterations}",
         "--data.order.shuffle=none", "--feed.engine=inline", "--profile.samplers_hz=0",
         "--profile.fingerprints=off", *more,
     ]  # fmt: skip
@@ -86,6 +90,30 @@ def test_a_state_of_caffe_is_gone_on_from_with_data_at_record_0(databases: list[
     assert "resuming from iteration 121" in done.out
     assert "restart at record 0" not in done.out
     assert ids(files / "run")[121] == list(range(21 * 64, 22 * 64))
+
+
+def test_a_state_of_caffe_in_hdf5_is_gone_on_from(databases: list[str], files: Path) -> None:
+    """Its own file at 20, two sub-batches a step, with weights beside it by the name that it gives."""
+    shutil.copy(DATA / "lenet" / "lenet_h5_iter_20.solverstate.h5", files)
+    solver = lenet("lenet_solver_h5")  # with the weights that Caffe began with
+    solver.net.save(files / "lenet_h5_iter_20.caffemodel.h5")
+    text = (DATA / "proto" / "lenet_solver_h5.prototxt").read_text()
+    (files / "solver.prototxt").write_text(text.replace("proto/lenet_train_test.prototxt", "net.prototxt"))
+    state = "lenet_h5_iter_20.solverstate.h5"
+    done = train(*job(databases, files, 22, state=state), cwd=files)
+    assert done.code == 0, done.err + done.out
+    assert "resuming from iteration 20" in done.out
+    solver.restore(files / state)
+    with threadpool_limits(1):
+        for step in range(2):
+            solver.step_on([mnist(2 * step), mnist(2 * step + 1)])
+    found = read_state(files / "run" / "snapshots" / "iter_22.solverstate.h5")
+    assert (found.iteration, found.solver_type) == (22, "SGD")
+    for ours, theirs in zip(found.history, solver.history, strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+    again = train(*job(databases, files, 23, "--run.if_exists=resume", state=state), cwd=files)
+    assert again.code == 0, again.err + again.out
+    assert "resuming from iteration 22" in again.out
 
 
 @pytest.mark.parametrize(

@@ -291,7 +291,7 @@ def test_all_mismatches_are_listed_and_nothing_is_changed(tmp_path: Path) -> Non
 def test_same_size_in_another_shape_needs_reshape(tmp_path: Path) -> None:
     path = save(tmp_path / "w", a=[numbers(2, 6)])
     net = net_of({"a": [(3, 4)]})
-    with pytest.raises(StallscopeError, match="--reshape"):
+    with pytest.raises(StallscopeError, match="reshape=True"):
         copy_weights(net, path)
     copy_weights(net, path, reshape=True)
     np.testing.assert_array_equal(net.params["a"][0].data, numbers(3, 4))

@@ -1,7 +1,7 @@
 """Cases D11 to D13 of the list of things that go wrong: weights that do not fit, wrong files, big files, full disks.
 
-D1 is in test_upgrade.py; D3 and D4 in test_net.py; D6 in test_fillers.py and test_start.py; D7 and D8 in
-test_layers.py; the rest of D12 (data position, bits of a resumed run) in tests/e2e.
+D1 is in test_upgrade.py, its resume here; D3 and D4 in test_net.py; D6 in test_fillers.py and test_start.py; D7 and
+D8 in test_layers.py; the rest of D12 (data position, bits of a resumed run) in tests/e2e.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ import pytest
 from datasets import caffe_pb2
 from gpu.caffemodel import MAX_BYTES, read_layers, read_weights, write_layers
 from gpu.net import Net
+from gpu.solver import Solver
+from gpu.solverstate import read_state, write_state
 from profiler.errors import StallscopeError
 from tests.gpu.test_solver import ADAM, MLP, SGD, bits, mlp, mlp_batch
 
@@ -43,6 +46,33 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# -- D1: old formats --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["V0", "V1"])
+def test_d1_a_resume_takes_weights_of_old_formats(tmp_path: Path, version: str) -> None:
+    """The way of nets and of weights is the way of a resume: the weights beside the state are brought up to date."""
+    solver = mlp(SGD)
+    solver.step_on(mlp_batch(0))
+    weights, state = solver.snapshot(tmp_path / "net")
+    old = caffe_pb2.NetParameter(name="old")
+    for name, blobs in solver.net.params.items():
+        if blobs:
+            layer = old.layers.add()
+            if version == "V0":
+                layer.layer.name, layer.layer.type = name, "innerproduct"
+                layer = layer.layer
+            else:
+                layer.name, layer.type = name, caffe_pb2.V1LayerParameter.INNER_PRODUCT
+            for blob in blobs:
+                axes = dict(zip(("num", "channels", "height", "width"), (1, 1, 1, *blob.shape)[-4:], strict=True))
+                layer.blobs.add(data=blob.data.reshape(-1).tolist(), **axes)
+    weights.write_bytes(old.SerializeToString())
+    resumed = mlp(SGD)
+    resumed.restore(state)
+    assert bits(resumed) == bits(solver)
 
 
 # -- D7: BatchNorm's third blob ---------------------------------------------------------------------------------------
@@ -113,7 +143,7 @@ def test_d11_legacy_blobs_are_accepted_and_another_shape_needs_reshape(tmp_path:
     layer.blobs[0].height, layer.blobs[0].width = 6, 4  # as many values, another shape
     path.write_bytes(net.SerializeToString())
     with pytest.raises(
-        StallscopeError, match=r"base.0: \(4, 6\) in the net, \(1, 1, 6, 4\) .*same size(.|\n)*--reshape"
+        StallscopeError, match=r"base.0: \(4, 6\) in the net, \(1, 1, 6, 4\) .*same size(.|\n)*reshape=True"
     ):
         target.copy_from(path)
     target.copy_from(path, reshape=True)
@@ -144,8 +174,17 @@ def test_d12_the_wrong_file_another_solver_and_a_moved_folder(tmp_path: Path, fo
         mlp(SGD).restore(weights)
     with pytest.raises(StallscopeError, match="found:    a solver state"):
         mlp(SGD).restore(state, weights=state)
+    for kind in ("Adam", "Nesterov", "AdaGrad"):  # the last two have as many histories, of the same shapes
+        other = Solver(f'type: "{kind}" base_lr: 0.1 lr_policy: "fixed" random_seed: 5\n', net=MLP, backend="numpy")
+        before = bits(other)
+        with pytest.raises(StallscopeError, match=rf"another type\n  expected: {kind}\n  found:    SGD"):
+            other.restore(state)
+        assert bits(other) == before
+    # Caffe's states do not say their type: number and shapes decide.
+    write_state(state, replace(read_state(state), solver_type=""))
     with pytest.raises(StallscopeError, match=r"8 \(Adam over 4 parameters\)"):
         mlp(ADAM).restore(state)
+    Solver('type: "Nesterov" base_lr: 0.1 lr_policy: "fixed"\n', net=MLP, backend="numpy").restore(state)
     shutil.move(tmp_path / "a", tmp_path / "b")
     resumed = mlp(SGD)
     resumed.restore(tmp_path / "b" / state.name)

@@ -91,6 +91,12 @@ def test_a_missing_blob_says_which_rule_removed_its_producer() -> None:
             inputs(x=(2, 3)) + 'layer { name: "p" type: "WindowData" } layer { name: "h" type: "HDF5Output" }',
             r"2 layer\(s\) of unsupported type(.|\n)*'p' \(WindowData\), 'h' \(HDF5Output\)",
         ),
+        (
+            inputs(x=(1, 2, 4, 4))
+            + 'layer { name: "r" type: "ReLU" bottom: "x" top: "y" } '
+            + 'layer { name: "p" type: "Pooling" bottom: "y" top: "y" pooling_param { kernel_size: 2 } }',
+            r"'p' \(Pooling\): cannot write its output over its input 'y'",
+        ),
         (LENET.read_text(), "shape of 'data' is not known"),
     ],
 )

@@ -264,7 +264,7 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     weights, state = solver.snapshot(tmp_path / "x")
     adam = mlp(ADAM)
     before = bits(adam)
-    with pytest.raises(StallscopeError, match=r"8 \(Adam over 4 parameters\)"):
+    with pytest.raises(StallscopeError, match="of another type"):
         adam.restore(state)
     wider = Solver(SGD, net=MLP.replace("num_output: 5", "num_output: 7"), backend="numpy")
     with pytest.raises(StallscopeError, match=r"ip1\.0: \(7, 6\) in the net, \(5, 6\) in the file"):
