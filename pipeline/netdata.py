@@ -47,8 +47,8 @@ def complete(document: dict[str, Any], base: Path) -> Config:
     phases: tuple[Phase, ...] = ("TRAIN", "TEST")
     for phase in phases:
         section = data.setdefault(phase.lower(), {})
-        used = phase == "TRAIN" or tests(solver)
-        if section.get("source") is not None and not used and solver is not None:
+        used = _used(phase, solver)
+        if section.get("source") is not None and not used:
             notes.append(f"data.test has no effect: {document['solver']} never tests")
         _fill_given(section, shared, phase, base)
         # What is never read need not exist: Caffe does not open it either.
@@ -92,6 +92,11 @@ def _solver(document: dict[str, Any], run: dict[str, Any], base: Path, notes: li
         ours, theirs = run["iterations"], solver.max_iter
         notes.append(f"run.iterations: {ours} of the configuration is used, not max_iter {theirs} of {path}")
     return solver
+
+
+def _used(phase: str, solver: Any | None) -> bool:
+    """Whether the data of a phase are read; without a solver it is the caller who says so."""
+    return phase == "TRAIN" or solver is None or tests(solver)
 
 
 def _check_shape_of_job(document: dict[str, Any], run: dict[str, Any]) -> None:
@@ -271,11 +276,10 @@ def _check_data(document: dict[str, Any], data: dict[str, Any], solver: Any | No
             expected="a Data layer for TEST in the net or data.test.source in the configuration",
             hint="add 'data: {test: {source: FOLDER, batch: 100}}'",
         )
-    for phase, section in (("train", train), ("test", test)):
-        used = phase == "train" or tests(solver)
-        if used and section.get("source") is not None and section.get("batch") is None:
+    for phase, section in (("TRAIN", train), ("TEST", test)):
+        if _used(phase, solver) and section.get("source") is not None and section.get("batch") is None:
             raise UsageError(
-                f"data.{phase} has no batch",
-                expected="records in a batch: data." + phase + ".batch, or batch_size in the data layer",
-                hint=f"add --data.{phase}.batch 64",
+                f"data.{phase.lower()} has no batch",
+                expected=f"records in a batch: data.{phase.lower()}.batch, or batch_size in the data layer",
+                hint=f"add --data.{phase.lower()}.batch 64",
             )
