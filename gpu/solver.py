@@ -14,7 +14,7 @@ import numpy as np
 from datasets import caffe_pb2
 from gpu import hdf5
 from gpu.backend import Backend, select_backend
-from gpu.caffemodel import copy_weights
+from gpu.caffemodel import CopyReport, copy_weights
 from gpu.fields import check_solver
 from gpu.loss_scale import LossScale, Scaler
 from gpu.lr_policy import LrPolicy
@@ -108,9 +108,12 @@ class Solver:
             test_net = self._build(source, "TEST", state, test_input_shapes)
             test_net.share_params(self.net)
             self.test_nets.append(test_net)
+        self.loaded: dict[str, CopyReport] = {}
+        """What became of each file of the solver's ``weights``, by its path."""
         for weights in self.param.weights:
             for path in weights.split(","):
-                copy_weights(self.net, self._path(path.strip()))
+                found = self._path(path.strip())
+                self.loaded[str(found)] = copy_weights(self.net, found)
 
     # -- training --------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -389,6 +390,9 @@ class Job:
             )
         except ParamShapesError as error:
             raise self._other_samples(error) from error
+        for path, report in solver.loaded.items() if self._start is None else ():
+            self.display.say(f"weights {path}: {report}")
+            self.recorder.note("weights_copied", path=path, **asdict(report))
         if self._start is not None:
             solver.restore(self._start.state, weights=self._start.weights)
             if solver.scaler is not None and (scale := self._start.sidecar.get("loss_scale")):

@@ -61,6 +61,28 @@ def test_a_v0_text_trains_to_the_bits_of_its_v2_text(tmp_path: Path) -> None:
             np.testing.assert_array_equal(ours, theirs)
 
 
+def test_weights_of_the_solver_are_told_layer_by_layer(tmp_path: Path) -> None:
+    """Case D11: a renamed layer begins anew, and whoever started the job reads that it does."""
+    text = V0.replace("DIGITS", str(DIGITS))
+    (tmp_path / "net.prototxt").write_text(text)
+    (tmp_path / "renamed.prototxt").write_text(text.replace('name: "ip1"', 'name: "head"'))
+    job(tmp_path, "net", "first", "--run.iterations=1")
+    weights = tmp_path / "first" / "snapshots" / "iter_1.caffemodel"
+    said = job(tmp_path, "renamed", "second", "--run.iterations=1", solver=f'weights: "{weights}"')
+    line = next(line for line in said.splitlines() if line.startswith("weights "))
+    assert line == (
+        f"weights {weights}: 2 layers copied; ignored, not in the net: ip1; "
+        "left at initialisation, not in the file: head"
+    )
+    notes = (tmp_path / "second" / "events").glob("*.jsonl")
+    told = [json.loads(text) for file in notes for text in file.read_text().splitlines()]
+    (note,) = [note for note in told if note.get("note") == "weights_copied"]
+    assert (note["copied"], note["ignored"], note["at_init"]) == (["conv1", "conv2"], ["ip1"], ["head"])
+    # What is resumed has its weights from the snapshot, and nothing is said of others.
+    more = ["--run.iterations=2", "--run.if_exists=resume"]
+    assert f"weights {weights}:" not in job(tmp_path, "renamed", "second", *more, solver=f'weights: "{weights}"')
+
+
 @pytest.mark.parametrize("form", ["BINARYPROTO", "HDF5"])
 def test_debug_lists_the_weights_that_the_training_begins_with(tmp_path: Path, form: str) -> None:
     """Those of the snapshot, not what the fillers had drawn before it was read; and nothing of what libraries debug."""
