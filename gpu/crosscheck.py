@@ -64,9 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         if arguments.json:
             cli.write_json(arguments.json, document)
-        from rich.console import Console
-
-        render(document, Console(), arguments.all)
+        render(document, cli.console(), arguments.all)
     return cli.EXIT_NOT_FINE if document["verdict"] == BUG else cli.EXIT_OK
 
 

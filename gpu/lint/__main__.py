@@ -56,9 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         sys.stdout.write(cli.dumps(document) + "\n")
     else:
-        from rich.console import Console
-
-        render(found, Console())
+        render(found, cli.console())
     return cli.EXIT_NOT_FINE if counts["error"] or counts["warning"] else cli.EXIT_OK
 
 
