@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA = 1
-_BYTES = {True: (72, 48), False: (32, 20)}
+_BYTES = {True: (72, 64), False: (32, 20)}
 """Of a value and of a parameter, with a backward pass and without: two float64 passes, the net, and what it left."""
 _COLOURS = {ROUNDING: "green", "beyond": "yellow", BUG: "red"}
 
