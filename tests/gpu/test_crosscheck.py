@@ -300,17 +300,16 @@ def test_command_names_the_broken_layer(
     assert "'norm' is the first that is wrong by itself" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("phase", ["TRAIN", "TEST"])
-@pytest.mark.parametrize("name", ["net", "ip"])
+@pytest.mark.parametrize(("name", "phase"), [("net", "TRAIN"), ("ip", "TRAIN"), ("net", "TEST")])
 def test_a_net_too_large_for_the_memory_is_refused_with_a_batch_that_fits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, phase: str, name: str
 ) -> None:
     """Held to what is really taken, which is more: the figure must not refuse what would fit."""
     net = tmp_path / "net.prototxt"
     wide = NET.replace("num_output: 10 weight", "num_output: 500 weight")  # most of it parameters
-    net.write_text(NET.replace("dim: 12 dim: 12", "dim: 30 dim: 30") if name == "net" else wide)
+    net.write_text(NET.replace("dim: 12 dim: 12", "dim: 24 dim: 24") if name == "net" else wide)
     given = [str(net), "--batch", "20", "--phase", phase, "--backends", "numpy", "--json", str(tmp_path / "out.json")]
-    main(given)  # compiles
+    main([*given[:2], "1", *given[3:]])  # compiles
     tracemalloc.start()
     try:
         main(given)
