@@ -131,7 +131,7 @@ def fingerprints(backend: Backend, amount: Amount) -> dict[str, Any]:
 
 
 def float16(backend: Backend, amount: Amount) -> dict[str, Any]:
-    """Casts to float16 give the host's bits and counts; training in it keeps near the CPU's, with the same bits again."""
+    """Casts to float16 give the host's bits and counts; training in it keeps near the CPU's, its bits repeat."""
     rng, count = np.random.default_rng(0), amount.edge(1 << 22)
     values = rng.integers(0, 1 << 32, count, np.uint32).view(np.float32)
     values[::2] = rng.standard_normal(values[::2].shape) * np.float32(10) ** rng.integers(-8, 6, values[::2].shape)
