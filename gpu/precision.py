@@ -61,7 +61,8 @@ def check(precision: str, keep_fp32: Collection[str], layers: Collection[str]) -
         raise UsageError(f"unknown precision {precision!r}", expected=" | ".join(NAMES), found=precision)
     unknown = sorted(set(keep_fp32) - set(layers))
     if unknown:
-        raise UsageError("keep_fp32 names layers that the net lacks", expected=", ".join(layers), found=unknown)
+        there = ", ".join(dict.fromkeys(layers))  # both phases may have one of a name
+        raise UsageError("keep_fp32 names layers that the net lacks", expected=there, found=", ".join(unknown))
 
 
 def exact_values(graph: Graph) -> set[Value]:
