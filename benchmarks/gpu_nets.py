@@ -167,9 +167,9 @@ def batch(step: int) -> dict[str, np.ndarray]:
     return {"data": data.astype(np.float32), "label": labels.astype(np.float32)}
 
 
-def trajectory(kind: str, backend: Backend, steps: int) -> tuple[list[float], int]:
+def trajectory(kind: str, backend: Backend, steps: int, precision: str = "fp32") -> tuple[list[float], int]:
     """Losses, and the hash of the final parameters."""
-    solver = Solver(SOLVERS[kind], net=NET, backend=backend)
+    solver = Solver(SOLVERS[kind], net=NET, backend=backend, precision=precision)
     losses = [float(solver.step_on(batch(step))) for step in range(steps)]
     parts = [blob.device_data for blobs in solver.net.params.values() for blob in blobs]
     return losses, fingerprint_parts(*parts, xp=backend.xp)

@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.gpu_nets import NET, SOLVERS, Amount, batch, build, cases, large_ops, load, once, op_net, trajectory
 from benchmarks.gpu_speed import ceilings, overlap
+from gpu import half
 from gpu.backend import Backend
 from gpu.cudnn import PASSES, ConvolutionShape, Cudnn, algorithms, open_cudnn
 from gpu.fingerprint import fingerprint_parts
@@ -129,6 +130,29 @@ def fingerprints(backend: Backend, amount: Amount) -> dict[str, Any]:
     return {"ok": not wrong, "wrong_shapes": wrong}
 
 
+def float16(backend: Backend, amount: Amount) -> dict[str, Any]:
+    """Casts to float16 give the host's bits and counts; training in it keeps near the CPU's, its bits repeat."""
+    rng, count = np.random.default_rng(0), amount.edge(1 << 22)
+    values = rng.integers(0, 1 << 32, count, np.uint32).view(np.float32)
+    values[::2] = rng.standard_normal(values[::2].shape) * np.float32(10) ** rng.integers(-8, 6, values[::2].shape)
+    casts = {}
+    for name, dtype in (("encode", np.float16), ("rounded", np.float32)):
+        results = []
+        for xp in (np, backend.xp):
+            out, counts = xp.empty(count, dtype), xp.zeros(half.COLUMNS, np.int64)
+            getattr(half, name)(xp.asarray(values), out, counts)
+            results.append([np.asarray(each if xp is np else xp.asnumpy(each)) for each in (out, counts)])
+        (wanted, lost), (found, also) = results
+        same = np.array_equal(wanted, found, equal_nan=True) and np.array_equal(np.signbit(wanted), np.signbit(found))
+        casts[name] = {"ok": same and lost.tolist() == also.tolist(), "lost": also.tolist()}
+    steps = 20
+    wanted_losses, _ = trajectory("SGD", HOST, steps, "fp16")
+    (losses, first), (_, second) = (trajectory("SGD", backend, steps, "fp16") for _ in range(2))
+    apart = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, wanted_losses, strict=True))
+    casts["training"] = {"ok": apart <= 1e-2 and first == second, "relative": apart, "same_bits": first == second}
+    return {"ok": all(row["ok"] for row in casts.values()), "tolerance": 1e-2, "float16": casts}
+
+
 def plans(backend: Backend, amount: Amount) -> dict[str, Any]:
     """cuDNN's plans for a few convolutions: the one in use is allowed, and all are listed."""
     opened = open_cudnn(backend)
@@ -155,6 +179,7 @@ PARTS: dict[str, Callable[[Backend, Amount], dict[str, Any]]] = {
     "parity": parity,
     "fingerprints": fingerprints,
     "solvers": solvers,
+    "float16": float16,
     "plans": plans,
     "overlap": overlap,
     "ceilings": ceilings,

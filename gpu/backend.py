@@ -13,6 +13,7 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -216,13 +217,17 @@ def blas_threads(threads: int) -> list[BlasPool]:
 
 
 def blas_pools() -> list[BlasPool]:
-    """The BLAS libraries loaded in this process with the threads each will use now."""
+    """The BLAS libraries loaded in this process with the threads each will use now; the one that NumPy brought first.
+
+    Others, like SciPy's, come when something asks for them (a compiler does, where its cache is cold).
+    """
     import threadpoolctl
 
-    return [
+    pools = [
         BlasPool(
             str(pool.get("internal_api")), str(pool.get("version")), int(pool["num_threads"]), str(pool["filepath"])
         )
         for pool in threadpoolctl.threadpool_info()
         if pool.get("user_api") == "blas"
     ]
+    return sorted(pools, key=lambda pool: not {"numpy", "numpy.libs"} & set(Path(pool.path).parts))

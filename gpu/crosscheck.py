@@ -22,21 +22,28 @@ The JSON document::
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gpu.backend import select_backend
 from gpu.layer_check import BUG, ROUNDING, Checked, check_layers, overall
 from gpu.net import Net
 from gpu.probe import add_arguments, bare_graph, load_filtered, quiet_net, random_inputs, shapes_from, versions
+from gpu.wiring import Graph
 from profiler import cli
-from profiler.errors import UsageError
+from profiler.errors import StallscopeError, UsageError
+from profiler.osread import available_memory
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA = 1
+_BYTES = {True: (72, 64), False: (32, 20)}
+"""Of a value and of a parameter, with a backward pass and without: two float64 passes, the net, and what it left."""
 _COLOURS = {ROUNDING: "green", "beyond": "yellow", BUG: "red"}
 
 
@@ -64,9 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         if arguments.json:
             cli.write_json(arguments.json, document)
-        from rich.console import Console
-
-        render(document, Console(), arguments.all)
+        render(document, cli.console(), arguments.all)
     return cli.EXIT_NOT_FINE if document["verdict"] == BUG else cli.EXIT_OK
 
 
@@ -99,13 +104,15 @@ def examine(arguments: argparse.Namespace) -> dict[str, Any]:
             keep_fp32=keep_fp32,
         )
 
-    inputs = random_inputs(bare_graph(filtered, shapes, arguments.seed), arguments.seed)
+    graph = bare_graph(filtered, shapes, arguments.seed)
+    inputs = random_inputs(graph, arguments.seed)
     document["shapes"] = {name: list(array.shape) for name, array in inputs.items()}
     if arguments.precision:
         from gpu.sensitivity import sensitivity
 
         found = sensitivity(lambda precision, keep: build(names[0], precision, keep), inputs, arguments.tolerance)
         return document | {"verdict": ROUNDING, "first": None, "not_finite": None, "layers": [], "precision": found}
+    _check_room(graph, inputs)
     checked = check_layers(filtered, {name: build(name) for name in names}, inputs, shapes, arguments.seed)
     return document | {
         "verdict": overall(checked),
@@ -114,6 +121,24 @@ def examine(arguments: argparse.Namespace) -> dict[str, Any]:
         "layers": [_layer(each) for each in checked],
         "precision": None,
     }
+
+
+def _check_room(graph: Graph, inputs: Mapping[str, np.ndarray]) -> None:
+    """Refuse what would end in swapping or be killed. The figures are too low rather than too high."""
+    of_value, of_param = _BYTES[any(node.backward for node in graph.nodes)]
+    values = of_value * sum(math.prod(top.shape) for node in graph.nodes for top in node.tops)
+    params = of_param * sum(math.prod(each.shape) for node in graph.nodes for each in node.layer.param_shapes)
+    room = available_memory()
+    if values + params <= room:
+        return
+    batch = max((array.shape[0] for array in inputs.values() if array.ndim), default=1)
+    fits = int(batch * max(0, room - params) / max(1, values))
+    raise StallscopeError(
+        "not enough memory to compare this net with float64",
+        expected=f"at least {(values + params) / 2**30:.1f} GiB",
+        found=f"{room / 2**30:.1f} GiB available",
+        hint=f"--batch {fits}" if fits else "inputs of a smaller --shape, or a machine with more memory",
+    )
 
 
 def _sides(given: str | None) -> list[str]:

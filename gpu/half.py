@@ -7,7 +7,6 @@ float32 arithmetic that a compiler turns into vector instructions, so that its b
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -125,7 +124,7 @@ def encode(values: Array, out: Array, counts: Array) -> None:
         flat = values.reshape(-1)
         _encode(flat, flat.view(np.uint32), out.reshape(-1).view(np.uint16), counts)
     else:
-        _device("encode", "float16 y", "y = h;")(values, counts, out)
+        _on_device("encode", values, out, counts)
 
 
 def decode(halves: Array, out: Array) -> None:
@@ -142,7 +141,7 @@ def rounded(values: Array, out: Array, counts: Array) -> None:
         flat = values.reshape(-1)
         _round(flat, flat.view(np.uint32), _SCALES, out.reshape(-1), counts)
     else:
-        _device("round", "float32 y", "y = (float)h;")(values, counts, out)
+        _on_device("rounded", values, out, counts)
 
 
 def all_finite(values: Array) -> bool:
@@ -154,26 +153,10 @@ def all_finite(values: Array) -> bool:
     return bool(cupy.isfinite(values).all())
 
 
-@functools.cache
-def _device(name: str, out: str, store: str) -> Any:
-    """A cupy kernel. Its counters are integers, whose sums depend on no order; without losses none is touched but
-    the last."""
+def _on_device(cast: str, values: Array, out: Array, counts: Array) -> None:
     import cupy
 
-    return cupy.ElementwiseKernel(
-        "float32 x, raw int64 counts",
-        out,
-        f"""
-        float16 h = float16(x);
-        float v = (float)h, size = fabsf(x);
-        {store}
-        bool finite = size <= 3.402823466e38f, some = finite && size != 0.0f;
-        unsigned long long* n = (unsigned long long*)&counts[0];
-        unsigned group = __activemask(), mine = __ballot_sync(group, some);
-        if ((threadIdx.x & 31) == __ffs(group) - 1 && mine) atomicAdd(n + 3, (unsigned long long)__popc(mine));
-        if (finite && isinf(v)) atomicAdd(n, 1ULL);
-        if (some && v == 0.0f) atomicAdd(n + 1, 1ULL);
-        if (v != 0.0f && fabsf(v) < 6.103515625e-05f) atomicAdd(n + 2, 1ULL);
-        """,
-        f"stallscope_half_{name}",
-    )
+    from gpu.cuda import half
+    from gpu.cuda.kernels import own_kernels
+
+    getattr(half, cast)(own_kernels(cupy), cupy, values, out, counts)

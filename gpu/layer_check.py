@@ -97,27 +97,27 @@ def check_layers(
         _settle(net, inputs)
     diffs = _output_diffs(first, seed)
 
-    def double(rounded: bool) -> tuple[Double, list[tuple[Node, Work]]]:
-        made = Double(bare_graph(filtered, shapes, seed), params)
-        return made, list(made.works(dict(inputs), diffs, rounded=rounded))
+    def double(rounded: bool) -> list[tuple[Node, Work]]:
+        return list(Double(bare_graph(filtered, shapes, seed), params).works(dict(inputs), diffs, rounded=rounded))
 
-    _, exact = double(rounded=False)
-    _, works = double(rounded=True)
+    exact = double(rounded=False)
+    works = double(rounded=True)
     _hold_choices(nets, (exact, works))
     rng = np.random.default_rng(seed)
-    checked = []
-    expected: list[tuple[Outcome, Outcome | None]] = []
-    for node, work in works:
+    checked: list[Checked] = []
+    shifts: list[dict[str, float]] = []  # of a whole net no second set of arrays is kept
+    for i, (node, work) in enumerate(works):
+        into = Checked(node.layer.name, node.layer.type, lengths(node))
         wanted = run_double(node, work)
-        moved = perturbed(node, work, UNIT, rng) if smooth(node) and not isinstance(node.layer, Source) else None
-        expected.append((wanted, moved))
-        checked.append(Checked(node.layer.name, node.layer.type, lengths(node)))
+        shifts.append(_shifts(node, work, wanted, rng))
+        for side, net in nets.items():
+            _isolated(side, net, net.layers[i], work, wanted, shifts[i], into)
+        checked.append(into)
     for side, net in nets.items():
-        _isolated(side, net, works, expected, checked)
         if any(side in each.problems for each in checked):
             continue  # a net with such a layer has no whole pass
         seen = _whole_pass(net, inputs, diffs)
-        _in_net(side, seen, inputs, diffs, works, expected, checked)
+        _in_net(side, seen, inputs, diffs, works, shifts, checked)
         _cumulative(side, seen, works, exact, checked)
     return checked
 
@@ -156,45 +156,42 @@ def _output_diffs(net: Net, seed: int) -> dict[str, np.ndarray]:
     return found
 
 
+def _shifts(node: Node, work: Work, wanted: Outcome, rng: np.random.Generator) -> dict[str, float]:
+    """How far each result of a layer moves when its inputs do by one rounding; empty where that tells nothing."""
+    if isinstance(node.layer, Source) or not smooth(node):
+        return {}
+    moved = perturbed(node, work, UNIT, rng)
+    pairs = ((wanted.forward, moved.forward), (wanted.backward, moved.backward))
+    return {
+        name: shift(there[name], array)
+        for here, there in pairs
+        for name, array in here.items()
+        if name in there and there[name].shape == array.shape
+    }
+
+
 def _isolated(
-    side: str,
-    net: Net,
-    works: Sequence[tuple[Node, Work]],
-    expected: Sequence[tuple[Outcome, Outcome | None]],
-    checked: Sequence[Checked],
+    side: str, net: Net, layer: Layer, work: Work, wanted: Outcome, shifts: Mapping[str, float], into: Checked
 ) -> None:
-    to_device = _to_device(net.backend)
-    for (node, work), (wanted, moved), into, layer in zip(works, expected, checked, net.layers, strict=True):
-        if isinstance(node.layer, Source):
-            continue
-        try:
-            found = run(layer, work, to_device, net.backend.to_numpy)
-        except Exception as error:  # a backend that fails in one layer is what this tool is for
-            into.problems[side] = f"{type(error).__name__}: {error}"
-            continue
-        _hold(side, "isolated", into, {**found.forward, **found.backward}, wanted, wanted, moved)
+    if isinstance(layer, Source):
+        return
+    try:
+        found = run(layer, work, _to_device(net.backend), net.backend.to_numpy)
+    except Exception as error:  # a backend that fails in one layer is what this tool is for
+        into.problems[side] = f"{type(error).__name__}: {error}"
+        return
+    _hold(side, "isolated", into, found, wanted, shifts)
 
 
-def _hold(
-    side: str,
-    mode: str,
-    into: Checked,
-    found: Mapping[str, np.ndarray],
-    wanted: Outcome,
-    alone: Outcome,
-    moved: Outcome | None,
-) -> None:
-    """Compare what was found with what is wanted; the distance of ``moved`` from ``alone`` enters the bound."""
+def _hold(side: str, mode: str, into: Checked, found: Outcome, wanted: Outcome, shifts: Mapping[str, float]) -> None:
+    """Compare what was found with what is wanted."""
+    have = {**found.forward, **found.backward}
     for name, want in {**wanted.forward, **wanted.backward}.items():
-        if name not in found:
+        if name not in have:
             continue
-        part = "forward" if name in wanted.forward else "backward"
-        other = None if moved is None else getattr(moved, part).get(name)
-        still_at = getattr(alone, part)[name]
-        by = shift(other, still_at) if other is not None and other.shape == still_at.shape else 0.0
-        allowed = bound(want, by, into.terms.of(name))
-        held = representable(want, found[name])
-        apart = distance(found[name], held)
+        allowed = bound(want, shifts.get(name, 0.0), into.terms.of(name))
+        held = representable(want, have[name])
+        apart = distance(have[name], held)
         verdict = ROUNDING if apart.l2 <= allowed else BUG
         into.tensors.append(Tensor(side, mode, name, apart, allowed, verdict, bool(np.isfinite(held).all())))
 
@@ -205,7 +202,7 @@ def _in_net(
     inputs: Mapping[str, np.ndarray],
     diffs: Mapping[str, np.ndarray],
     works: Sequence[tuple[Node, Work]],
-    expected: Sequence[tuple[Outcome, Outcome | None]],
+    shifts: Sequence[Mapping[str, float]],
     checked: Sequence[Checked],
 ) -> None:
     """Hold each layer of the whole pass to float64 of what the layers before it wrote, as they wrote it.
@@ -224,7 +221,7 @@ def _in_net(
             part = seen[node.layer.name].backward.get(f"bottom {i} gradient")
             if part is not None and work.wants[i]:
                 gradients[bottom] = gradients[bottom] + part
-    for (node, work), (alone, moved), into in zip(works, expected, checked, strict=True):
+    for (node, work), by, into in zip(works, shifts, checked, strict=True):
         if isinstance(node.layer, Source):
             continue
         there = replace(
@@ -233,8 +230,7 @@ def _in_net(
             tops=[values[top] for top in node.tops],
             top_diffs=[gradients[top] for top in node.tops],
         )
-        found = seen[node.layer.name]
-        _hold(side, "in net", into, {**found.forward, **found.backward}, run_double(node, there), alone, moved)
+        _hold(side, "in net", into, seen[node.layer.name], run_double(node, there), by)
 
 
 def _cumulative(

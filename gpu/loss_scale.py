@@ -106,7 +106,9 @@ class Scaler:
             if not layer.learned
             for blob in layer.blobs
         ]
-        self._seen = self.precision.counts()
+        self._seen, self._now = self.precision.counts(), self.precision.counts()
+        self._new = np.empty_like(self._seen)
+        self._lost = np.empty(self._seen.shape[::-1], bool)
         self._told: set[str] = set()
         self._steps, self._totals_at = 0, _FIRST_TOTALS
 
@@ -163,14 +165,15 @@ class Scaler:
 
     def _look(self, step: int) -> Tensor | None:
         """The first tensor of this step that overflowed; notes the first ever of overflow and of underflow."""
-        counts = self.precision.counts()
-        new, self._seen = counts - self._seen, counts
+        new, lost = self._new, self._lost
+        np.subtract(self.precision.counts(self._now), self._seen, out=new)
+        self._seen, self._now = self._now, self._seen
+        np.not_equal(new.T, 0, out=lost)
         first: Tensor | None = None
         for kind, column in (("overflow", half.OVERFLOW), ("underflow", half.FLUSHED)):
-            rows = np.flatnonzero(new[:, column])
-            if not len(rows):
+            row = int(lost[column].argmax()) if lost.size else 0
+            if not lost.size or not lost[column, row]:
                 continue
-            row = int(rows[0])
             tensor = self.precision.tensors[row]
             first = tensor if kind == "overflow" else first
             if kind not in self._told:

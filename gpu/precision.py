@@ -61,7 +61,8 @@ def check(precision: str, keep_fp32: Collection[str], layers: Collection[str]) -
         raise UsageError(f"unknown precision {precision!r}", expected=" | ".join(NAMES), found=precision)
     unknown = sorted(set(keep_fp32) - set(layers))
     if unknown:
-        raise UsageError("keep_fp32 names layers that the net lacks", expected=", ".join(layers), found=unknown)
+        there = ", ".join(dict.fromkeys(layers))  # both phases may have one of a name
+        raise UsageError("keep_fp32 names layers that the net lacks", expected=there, found=", ".join(unknown))
 
 
 def exact_values(graph: Graph) -> set[Value]:
@@ -264,10 +265,12 @@ class Precision:
 
     # -- what was lost -----------------------------------------------------------------------------------------------
 
-    def counts(self) -> np.ndarray:
-        """Counts since the net was made, int64 [tensors, 4] in the order of ``tensors``; a copy."""
+    def counts(self, into: np.ndarray | None = None) -> np.ndarray:
+        """Counts since the net was made, int64 [tensors, 4] by ``tensors``; ``into`` this array, or a new one."""
         counts = self._counts if isinstance(self._counts, np.ndarray) else self._xp.asnumpy(self._counts)
-        return counts[: len(self.tensors)].copy()
+        found = np.empty((len(self.tensors), half.COLUMNS), np.int64) if into is None else into
+        found[...] = counts[: len(self.tensors)]
+        return found
 
     def losses(self) -> Iterator[Loss]:
         """The counts of every tensor since the net was made."""

@@ -248,8 +248,7 @@ def versions() -> dict[str, str]:
     for package in ("numpy", "numba", "scipy"):
         found[package] = metadata.version(package)
     for pool in blas_pools():
-        # In the order of loading, so NumPy's is the first of its name: others, like SciPy's, come when something asks
-        # for them (a compiler does, and only where its cache is cold) and compute nothing here.
+        # The first is NumPy's; what else is there computes nothing here.
         found.setdefault(f"blas {pool.name}", f"{pool.version}, {pool.threads} threads")
     for text in cupy_distributions():
         name, _, version = text.partition(" ")

@@ -67,9 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         if arguments.json:
             cli.write_json(arguments.json, document)
-        from rich.console import Console
-
-        render(document, Console())
+        render(document, cli.console())
     changed = document["against"] is not None and bool(document["against"]["changed"])
     fine = document["repeats"]["identical"] and document["not_finite"] is None and not changed
     return cli.EXIT_OK if fine else cli.EXIT_NOT_FINE
@@ -245,7 +243,8 @@ def _render_against(against: Mapping[str, Any], console: Console) -> None:
     for name, (there, here) in against["versions"].items():
         console.print(f"{escape(name)}: {there or 'absent'} there, {here or 'absent'} here", highlight=False)
     pairs = [f"{part} {against['total'][part]:.2f}" for part in ("forward", "backward") if against["total"][part]]
-    console.print(f"time here / time there: {', '.join(pairs)}", highlight=False)
+    shown = f"time here / time there: {', '.join(pairs)}" if pairs else "times are of other work there"
+    console.print(shown, highlight=False)
     for key, where in (("only_here", "here"), ("only_there", "there")):
         if against[key]:
             console.print(f"only {where}: {escape(', '.join(against[key]))}", highlight=False)

@@ -101,6 +101,7 @@ class InlineEngine:
         self._source = open_data(spec)
         self._maker = BatchMaker(spec, probed, LocalReader(self._source), recorder)
         self._maker.warm_up()
+        self._as_in_a_worker = _one_blas_thread(spec, self._source)
         self._unfinished: Claim | None = None
         self.ring, self.slots = _ring(spec, probed, 0)
         self.ring.enter(0)
@@ -114,7 +115,8 @@ class InlineEngine:
         recorder, flags = self._recorder, Flag.INLINE
         with recorder.span(Stage.BATCH, step=step, slot=claim.slot, flags=flags) as span:
             try:
-                made = self._maker.make(step, self.slots[claim.slot], index=claim.slot, flags=flags)
+                with self._as_in_a_worker():
+                    made = self._maker.make(step, self.slots[claim.slot], index=claim.slot, flags=flags)
             except BaseException as error:
                 forget_arrays(error)
                 raise
@@ -140,6 +142,17 @@ class InlineEngine:
         self.slots = []
         self.ring.close()
         self._source.close()
+
+
+def _one_blas_thread(spec: FeedSpec, source: Any) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """While a batch is made, the one BLAS thread that a worker has: the bits of a product, which the user's code may
+    ask for, depend on the number."""
+    if not spec.transform.python and source.backend != "python":
+        return contextlib.nullcontext
+    import threadpoolctl
+
+    found = threadpoolctl.ThreadpoolController()
+    return lambda: found.limit(limits=1, user_api="blas")
 
 
 class AheadEngine:

@@ -13,9 +13,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from profiler.errors import StallscopeError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EXIT_OK = 0
 EXIT_NOT_FINE = 1
@@ -68,6 +71,14 @@ def _show_warning(other: Callable[..., None], message: Warning | str, category: 
         sys.stderr.write(f"warning: {message}\n")
     else:
         other(message, category, *about)
+
+
+def console() -> Console:
+    """What tables are shown on. A file or a pipe has no width that they would have to be folded into."""
+    from rich.console import Console
+
+    limited = "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())
+    return Console(width=None if limited else 140)
 
 
 def dumps(document: Any) -> str:

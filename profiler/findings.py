@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from profiler import rounding
+from profiler import memory, rounding
 from profiler.events import Flag, Kind, Stage
 from profiler.finding import Finding
-from profiler.growth import MIB, classify
+from profiler.growth import MIB
 from profiler.stalls import Attribution
 from profiler.store import Run
 from profiler.timeline import PART, Timeline
@@ -200,24 +200,17 @@ def _checksums(run: Run) -> list[Finding]:
 def _growth(run: Run) -> list[Finding]:
     """Processes whose nets take more and more memory, with what that looks like."""
     found: list[Finding] = []
-    table = run.memory
-    if not table.num_rows:
-        return found
-    process = np.asarray(table.column("process").to_pylist())
-    columns = {name: table.column(name).to_numpy() for name in table.column_names if name != "process"}
-    for who in sorted(set(process.tolist())):
-        mine = {name: values[process == who] for name, values in columns.items()}
-        free = None if (mine["largest_free"] < 0).any() else mine["largest_free"]
-        judged = classify(mine["step"], mine["used"], mine["reserved"], free, mine["live_blobs"])
-        if judged.verdict in (None, "steady"):
+    for net in memory.nets(run):
+        if net["verdict"] in (None, "steady"):
             continue
-        seen = judged.evidence
+        seen = net["evidence"]
         figures = ", ".join(
             f"{name} {seen[f'{name}_first'] / MIB:,.1f} to {seen[f'{name}_last'] / MIB:,.1f} MiB"
             for name in ("used", "reserved")
         )
-        text = f"Memory of {who} grows, which looks like {judged.verdict}: {judged.reason} ({figures}). {judged.remedy}"
-        level = "info" if judged.verdict == "cache" else "warning"
+        looks = f"looks like {net['verdict']}: {net['reason']} ({figures})"
+        text = f"Memory of {net['process']} grows, which {looks}. {net['remedy']}"
+        level = "info" if net["verdict"] == "cache" else "warning"
         found.append(Finding("memory_growth", level, text))
     return found
 

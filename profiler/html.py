@@ -15,6 +15,7 @@ import numpy as np
 
 from profiler.advice import label
 from profiler.events import PARTITION, Flag, Kind, Stage
+from profiler.memory import FIGURES
 from profiler.terminal import COLOURS
 from profiler.timeline import Timeline, resolve_open
 
@@ -218,7 +219,7 @@ def _samples(analysis: Analysis, origin: int) -> list[dict[str, Any]]:
     """Readings of the samplers as lines over time (s since the first step), at most ``_SAMPLES`` points each."""
     table = analysis.run.samples
     if not table.num_rows:
-        return []
+        return _nets(analysis, origin)
     metric = np.asarray(table.column("metric").to_pylist())
     pid = table.column("pid").to_numpy()
     time = (table.column("t_ns").to_numpy() - origin) / 1e9
@@ -235,11 +236,33 @@ def _samples(analysis: Analysis, origin: int) -> list[dict[str, Any]]:
     for title, unit, mask, factor in wanted:
         if not mask.any() or ("PSI" in title and value[mask].max() < 0.01):
             continue  # nothing waited for this: a flat line says less than its absence
-        t, v = time[mask], value[mask] * factor
-        order = np.argsort(t, kind="stable")
-        groups = np.arange(0, len(t), max(1, -(-len(t) // _SAMPLES)))
-        size = np.diff(np.append(groups, len(t)))
-        mean = [np.add.reduceat(column[order], groups) / size for column in (t, v)]
-        finite = np.isfinite(mean[1])
-        lines.append({"title": title, "unit": unit, "t": _round(mean[0][finite]), "v": _round(mean[1][finite])})
+        lines.append(_line(title, unit, time[mask], value[mask] * factor))
+    return lines + _nets(analysis, origin)
+
+
+def _nets(analysis: Analysis, origin: int) -> list[dict[str, Any]]:
+    """What the nets of each process used after every step, as lines."""
+    table = analysis.run.memory
+    if not table.num_rows:
+        return []
+    process = np.asarray(table.column("process").to_pylist())
+    time = (table.column("t_ns").to_numpy() - origin) / 1e9
+    several = len(set(process.tolist())) > 1
+    lines = []
+    for who in sorted(set(process.tolist())):
+        for name in FIGURES:
+            values = table.column(name).to_numpy()[process == who]
+            if (values >= 0).all():
+                unit, factor = ("blobs", 1.0) if name == "live_blobs" else ("MB", 1e-6)
+                title = f"nets: {name.replace('_', ' ')}" + (f" ({who})" if several else "")
+                lines.append(_line(title, unit, time[process == who], values * factor))
     return lines
+
+
+def _line(title: str, unit: str, time: np.ndarray, value: np.ndarray) -> dict[str, Any]:
+    order = np.argsort(time, kind="stable")
+    groups = np.arange(0, len(time), max(1, -(-len(time) // _SAMPLES)))
+    size = np.diff(np.append(groups, len(time)))
+    t, v = (np.add.reduceat(column[order], groups) / size for column in (time, value))
+    finite = np.isfinite(v)
+    return {"title": title, "unit": unit, "t": _round(t[finite]), "v": _round(v[finite])}

@@ -32,6 +32,7 @@ _LEVEL = {"fault": "bold red", "warning": "yellow", "info": "dim"}
 _WIDTH = 60
 _PROCESSES = 4
 """Processes whose memory is listed one by one."""
+_OF_NETS = ("used", "reserved", "largest_free")
 _MAKING = {
     "storage": "storage wait", "read": "read", "decode": "decode", "augment": "augment", "collate": "collate",
     "transfer": "transfer", "cpu_contention": "waiting for a CPU", "gc": "gc", "unknown": "other",
@@ -136,7 +137,17 @@ def _making(report: Report) -> str:
 
 
 def _memory(console: Console, report: Report) -> None:
-    """Peak memory of each process by kind; what page cache is, said once."""
+    """Peak memory of each process by kind; what page cache is, said once; what the nets used."""
+    _processes(console, report)
+    for net in report.memory.get("nets", []):
+        figures = net["figures"]
+        told = [f"{name.replace('_', ' ')} {figures[name]['last'] / 1e6:,.1f} MB" for name in _OF_NETS if figures[name]]
+        told.append(f"{figures['live_blobs']['last']:,} blobs")
+        looks = f"{net['verdict'] or 'not judged'}: {net['reason']}"
+        console.print(Text(f"nets of {net['process']}, last step: {', '.join(told)}; {looks}"))
+
+
+def _processes(console: Console, report: Report) -> None:
     rows = [row for row in report.memory.get("processes", []) if row["peak"] is not None]
     if not rows:
         return

@@ -24,7 +24,7 @@ THREADS = 256
 _MOST_BLOCKS = 1 << 16  # loops stride over the grid, so more would only cost launches
 _MOST_VALUES = 2**31 - 1
 
-_ARRAYS = {"F": "float32", "D": "float64", "I": "int32", "L": "int64", "W": "uint32", "Q": "uint64"}
+_ARRAYS = {"H": "float16", "F": "float32", "D": "float64", "I": "int32", "L": "int64", "W": "uint32", "Q": "uint64"}
 _SCALARS: dict[str, type[np.generic]] = {"i": np.int32, "l": np.int64, "q": np.uint64, "f": np.float32}
 
 
@@ -52,6 +52,8 @@ KERNELS: Mapping[str, Kernel] = {
     "dropout_mask": Kernel("dropout", "Fciqfqqqqq"),
     "sum_picks": Kernel("rows", "FLLFci"),
     "fingerprint": Kernel("fingerprint", "WQQWDLcill"),
+    "half_encode": Kernel("half", "WHLcl"),
+    "half_round": Kernel("half", "WFLcl"),
     "finish_rows": Kernel("fingerprint", "QQciq"),
 }
 

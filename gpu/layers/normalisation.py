@@ -153,8 +153,11 @@ class BatchNorm(Layer):
 
     def _mean(self, values: Array, which: int) -> Array:
         """Mean over images and positions, [C, 1], in place ``which`` of the two there are."""
-        out = self._means[which]
-        self.xp.mean(self.xp.mean(values, axis=2, out=self._each), axis=0, out=out)
+        xp, out = self.xp, self._means[which]
+        xp.sum(values, axis=2, out=self._each)  # mean() has the same bits, and makes an array to get them
+        xp.divide(self._each, np.float32(values.shape[2]), out=self._each)
+        xp.sum(self._each, axis=0, out=out)
+        xp.divide(out, np.float32(values.shape[0]), out=out)
         return out[:, None]
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:

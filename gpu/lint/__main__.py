@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gpu.lint import data_rules
+from gpu.lint import inspected
 from gpu.lint.check import check
 from gpu.lint.finding import SEVERITIES, Finding
 from profiler import cli
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stage", action="append", default=[], help="stage of the net's state; may be given again")
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
     arguments = parser.parse_args(argv)
-    inspections = [data_rules.load(path) for path in arguments.data]
+    inspections = [inspected.load(path) for path in arguments.data]
     found = check(arguments.net, arguments.solver, inspections, arguments.stage)
     counts = Counter(finding.severity for finding in found)
     if arguments.json:
@@ -56,9 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         sys.stdout.write(cli.dumps(document) + "\n")
     else:
-        from rich.console import Console
-
-        render(found, Console())
+        render(found, cli.console())
     return cli.EXIT_NOT_FINE if counts["error"] or counts["warning"] else cli.EXIT_OK
 
 

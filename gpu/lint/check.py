@@ -14,7 +14,7 @@ from gpu import fields
 from gpu.fields import FieldWarning, SettingsError, build_layers
 from gpu.layers.base import Context, Scratch
 from gpu.layers.python import import_types
-from gpu.lint import data_rules, forks, net_rules, solver_rules, weight_rules
+from gpu.lint import data_rules, forks, inspected, net_rules, solver_rules, weight_rules
 from gpu.lint.finding import Finding, Rule, apply, merged
 from gpu.lint.view import View, view
 from gpu.prototxt import PHASES, FilteredNet, UnknownField, filter_net, read_tolerant, upgrade_net
@@ -71,7 +71,8 @@ def check(
             found += [(phase, finding) for finding in apply(rules, seen)]
     found += [(None, finding) for finding in apply(_NET_RULES, (message, views, stages))]
     folder = Path(net).parent
-    datas = list(data_rules.pair(views, list(inspections), folder))
+    datas = list(inspected.pair(views, list(inspections), folder))
+    found += [(None, finding) for finding in apply(data_rules.UNPAIRED, (views, list(inspections), datas))]
     for data in datas:
         found += [(data.view.phase, finding) for finding in apply(data_rules.RULES, data)]
     if param is not None and solver is not None:
@@ -100,7 +101,7 @@ def _state(param: Any, number: int) -> tuple[str, ...]:
 def _trains(seen: View) -> bool:
     learns = any(node.cls is not None and node.cls.loss for node in seen.nodes)
     weighted = any(node.loss_weight(top.index) for node in seen.nodes for top in node.tops)
-    return learns or weighted or any(node.type == "Data" for node in seen.nodes)
+    return learns or weighted or any(seen.of_type(*inspected.SOURCES))
 
 
 def _unknown(prefix: str, fields_: Sequence[UnknownField]) -> Iterator[Finding]:

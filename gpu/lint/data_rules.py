@@ -2,90 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import caffe_pb2
 from gpu.lint.finding import Hit, Rule
-from gpu.lint.view import Node, View
-from profiler.errors import StallscopeError, UsageError
+from gpu.lint.inspected import SOURCES, DataView, source_name
+from gpu.lint.view import View
+from profiler.errors import StallscopeError
 
-_CLASSIFIED = ("SoftmaxWithLoss", "Accuracy", "HingeLoss", "MultinomialLogisticLoss", "InfogainLoss")
 _FAR_MEAN = 25.0
 """Grey levels between mean_value and the mean of the records from which on the two do not belong together."""
 
 
-@dataclass(frozen=True)
-class DataView:
-    """A data layer of one phase, and the database behind it."""
-
-    view: View
-    layer: Node
-    document: dict[str, Any]
-    folder: Path
-
-    @property
-    def shapes(self) -> list[tuple[int, int, int]]:
-        return [tuple(int(n) for n in text.split("x")) for text in self.document["shapes"]]  # type: ignore[misc]
-
-    @property
-    def labels(self) -> dict[str, Any]:
-        labels: dict[str, Any] = self.document["labels"]
-        return labels
-
-    @property
-    def channels(self) -> int | None:
-        """Channels of the blob, where all records give the same."""
-        transform = self.layer.spec.transform_param
-        if transform.force_color:
-            return 3
-        if transform.force_gray:
-            return 1
-        found = {shape[0] for shape in self.shapes}
-        return found.pop() if len(found) == 1 else None
-
-    def readers(self) -> Iterator[tuple[Node, Node, int]]:
-        """Losses and metrics that compare scores with this layer's labels: they, the classifier, its outputs."""
-        for node in self.view.of_type(*_CLASSIFIED):
-            label = node.bottoms[1] if len(node.bottoms) > 1 else None
-            if label is not None and label.producer is self.layer and label.index == 1:
-                classifier = self.view.classifier(node)
-                if classifier is not None:
-                    yield node, *classifier
-
-
-def load(path: str) -> dict[str, Any]:
-    """Read an inspection. Raises UsageError for anything else."""
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError(
-            f"{path} is no inspection of a data set: {error}", hint="python -m datasets.inspect DB --json > F"
-        ) from error
-    keys = ("schema", "path", "records", "shapes", "labels")
-    missing = [key for key in keys if not isinstance(document, dict) or key not in document]
-    if missing or document["schema"] != 1:
-        raise UsageError(
-            f"{path} is no inspection of a data set",
-            expected="schema 1 of python -m datasets.inspect DB --json",
-            found=f"no {', '.join(missing)}" if missing else f"schema {document['schema']}",
-        )
-    return document
-
-
-def pair(views: dict[str, View], documents: list[dict[str, Any]], folder: Path) -> Iterator[DataView]:
-    """Each data layer with the inspection of its database; with the only one there is, where no path fits."""
-    layers = [(view, node) for view in views.values() for node in view.of_type("Data")]
-    named = {id(document): Path(document["path"]).name for document in documents}
-    fitting = {name for _, node in layers for name in [Path(node.spec.data_param.source).name]} & set(named.values())
-    for view, node in layers:
-        for document in documents:
-            by_name = named[id(document)] == Path(node.spec.data_param.source).name
-            if by_name or (len(documents) == 1 and not fitting):
-                yield DataView(view, node, document, folder)
+def _unpaired(about: tuple[dict[str, View], list[dict[str, Any]], list[DataView]]) -> Iterator[Hit]:
+    """Inspections that belong to no layer."""
+    views, documents, datas = about
+    read = sorted({source_name(node) for view in views.values() for node in view.of_type(*SOURCES)})
+    for document in documents:
+        if all(data.document is not document for data in datas):
+            reads = f"data layers read {', '.join(read)}" if read else "there is no data layer"
+            yield None, f"no data layer reads {document['path']}: {reads}"
 
 
 def _range(data: DataView) -> Iterator[Hit]:
@@ -122,7 +60,7 @@ def _crop(data: DataView) -> Iterator[Hit]:
 
 
 def _sizes(data: DataView) -> Iterator[Hit]:
-    batch = data.layer.spec.data_param.batch_size
+    batch = data.param.batch_size
     sizes = {shape[1:] for shape in data.shapes}
     if len(sizes) > 1 and not data.layer.spec.transform_param.crop_size and batch != 1:
         yield data.layer.name, f"records have {len(sizes)} sizes, batch_size is {batch}, and nothing is cropped"
@@ -191,7 +129,7 @@ def _mean_shape(path: Path) -> tuple[int, ...]:
 
 
 def _batch(data: DataView) -> Iterator[Hit]:
-    batch, records = data.layer.spec.data_param.batch_size, data.document["records"]
+    batch, records = data.param.batch_size, data.document["records"]
     if batch > records:
         yield data.layer.name, f"batch_size {batch} is more than the {records} records"
 
@@ -280,11 +218,22 @@ RULES = (
 )
 
 
+UNPAIRED = (
+    Rule(
+        "data-unused",
+        "warning",
+        "Nothing of it was compared with the net.",
+        "Inspect what the layer names; one inspection alone belongs to every data layer.",
+        _unpaired,
+    ),
+)
+
+
 def coverage(param: Any, datas: list[DataView]) -> Iterator[Hit]:
     """How much of the test set a test reads."""
     for data in datas:
         if data.view.phase == "TEST" and param.test_iter:
-            read = param.test_iter[0] * data.layer.spec.data_param.batch_size
+            read = param.test_iter[0] * data.param.batch_size
             records = data.document["records"]
             if read != records:
                 verb = "leaves out" if read < records else "reads twice"

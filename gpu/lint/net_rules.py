@@ -159,9 +159,9 @@ def _redundant(view: View) -> Iterator[Hit]:
 def _swapped(view: View) -> Iterator[Hit]:
     for node in view.of_type("SoftmaxWithLoss", "Accuracy", "HingeLoss", "MultinomialLogisticLoss"):
         first, second = (*node.bottoms, None, None)[:2]
-        if first is not None and first.producer.type == "Data" and first.index == 1:
+        if first is not None and first.producer.type in ("Data", "ImageData") and first.index == 1:
             yield node.name, f"its first bottom is the label {first.name!r}"
-        elif second is not None and second.producer.type == "Data" and second.index == 0:
+        elif second is not None and second.producer.type in ("Data", "ImageData") and second.index == 0:
             yield node.name, f"its second bottom is the image {second.name!r}"
 
 

@@ -93,6 +93,7 @@ def test_the_command_goes_on_after_a_failing_part(
 ) -> None:
     results = iter(
         [
+            {"ok": True, "backend": "numpy", "machine": {"cores": 2}},
             {"ok": False, "error": "exit status -11: \nSegmentation fault"},
             {"ok": True, "skipped": "backend numpy"},
             {"ok": False, "operations": {"conv": {"ok": False}, "relu": {"ok": True}}},
@@ -105,7 +106,7 @@ def test_the_command_goes_on_after_a_failing_part(
     document = json.loads(out.read_text())
     assert [part["ok"] for part in document["parts"].values()] == [False, True, False]
     assert not document["ok"]
-    assert document["machine"]["cores"] >= 1
+    assert (document["backend"], document["machine"]) == ("numpy", {"cores": 2})
     said = capsys.readouterr().out
     assert "FAILED: Segmentation fault" in said
     assert "skipped: backend numpy" in said
@@ -119,11 +120,41 @@ def test_parts_are_processes(tmp_path: Path) -> None:
         [*command, "--parts", "plans,overlap"], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert list(json.loads(out.read_text())["parts"]) == ["plans", "overlap"]
+    document = json.loads(out.read_text())
+    assert list(document["parts"]) == ["plans", "overlap"]
+    assert document["machine"]["cores"] >= 1
     slow = [*command, "--parts", "parity", "--timeout", "0.01"]
     done = subprocess.run(slow, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1
     assert "not done after 0.01 s" in json.loads(out.read_text())["parts"]["parity"]["error"]
+
+
+def test_the_first_process_leaves_the_device_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may be set to serve one process at a time: a context of this one would keep every part from it."""
+
+    def touched(*_: Any, **__: Any) -> None:
+        raise AssertionError("the device was touched")
+
+    monkeypatch.setattr(gpu_acceptance, "select_backend", touched)
+    monkeypatch.setattr(gpu_acceptance, "accelerator", touched)
+    options = ["--backend", "numpy", "--quick", "--parts", "plans", "--json", str(tmp_path / "out.json")]
+    assert gpu_acceptance.main(options) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["backend"] == "numpy"
+
+
+def test_a_cast_that_rounds_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, calls = gpu_parts.half.encode, []
+
+    def truncating(values: Any, out: Any, counts: Any) -> None:
+        whole(values, out, counts)
+        calls.append(1)
+        if len(calls) == 2:  # the backend's, after the host's
+            out.view(np.uint16)[7] ^= 1
+
+    monkeypatch.setattr(gpu_parts.half, "encode", truncating)
+    found = gpu_parts.float16(NUMPY, LITTLE)
+    assert not found["ok"]
+    assert [name for name, row in found["float16"].items() if not row["ok"]] == ["encode"]
 
 
 def test_without_a_gpu_one_message(tmp_path: Path) -> None:

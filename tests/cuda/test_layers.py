@@ -68,7 +68,7 @@ def test_a_new_process_gives_the_same_bits(cuda: Backend) -> None:
     assert int(runs[0].stdout) == gpu_nets.trajectory("SGD", cuda, 10)[1]
 
 
-@pytest.mark.parametrize("part", ["fingerprints", "solvers", "plans", "memory"])
+@pytest.mark.parametrize("part", ["fingerprints", "solvers", "float16", "plans", "memory"])
 def test_parts_of_the_acceptance(cuda: Backend, part: str) -> None:
     found = gpu_parts.PARTS[part](cuda, LITTLE)
     assert found["ok"], found

@@ -94,7 +94,12 @@ def test_the_manifest_tells_the_run(lenet: tuple[Path, Finished]) -> None:
     assert document["config"]["feed"]["engine"] == "inline"
     assert document["data"]["train"]["records"] == 4000
     assert document["backend"]["name"] == "numpy"
-    assert [pool["threads"] for pool in document["blas"]] == [1] * len(document["blas"])
+    assert {pool["threads"] for pool in document["blas"]} == {1}
+    assert document["blas"][0]["name"]
+    assert document["blas"][0]["version"]
+    assert {pool["num_threads"] for pool in document["environment"]["blas"] if pool["internal_api"] == "openblas"} == {
+        1
+    }
     assert [test["step"] for test in document["tests"]] == [0, 60]
     assert document["tests"][0]["accuracy"] < 0.3
     assert document["tests"][1]["accuracy"] > 0.8

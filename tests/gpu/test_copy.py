@@ -181,6 +181,35 @@ def test_slots_are_pinned_once_and_released_before_they_go(cupy: Any) -> None:
     assert cupy.registered[-1] == ("unregister", address)
 
 
+def test_two_devices_of_a_process_register_a_slot_once(cupy: Any) -> None:
+    slot = np.frombuffer(mmap.mmap(-1, 4 * pinned.PAGE), np.uint8)
+    first, second = (CupyDevice(Backend("cupy", cupy, "test"), ListRecorder()) for _ in range(2))
+    assert first.register(slot)
+    assert second.register(slot)
+    assert [what for what, _ in cupy.registered] == ["register"]
+    first.close()
+    assert [what for what, _ in cupy.registered] == ["register"], "the other one still copies from it"
+    second.close()
+    assert [what for what, _ in cupy.registered] == ["register", "unregister"]
+
+
+def test_what_cannot_be_pinned_is_copied_all_the_same(cupy: Any) -> None:
+    def refuse(address: int, nbytes: int, flags: int) -> None:
+        raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+
+    cupy.cuda.runtime.hostRegister = refuse
+    slot = np.frombuffer(mmap.mmap(-1, 4 * pinned.PAGE), np.uint8)
+    with CupyDevice(Backend("cupy", cupy, "test"), ListRecorder()) as device:
+        with pytest.warns(RuntimeWarning, match="stays pageable.*CUDA refused: cudaErrorMemoryAllocation"):
+            assert not device.register(slot)
+        for step in range(6):
+            slot[:] = step
+            with device.compute(step=step):
+                assert (device.upload({"data": slot}, step=step).wait().arrays["data"] == step).all()
+        device.unregister(slot)
+    assert cupy.registered == []
+
+
 def test_the_callback_comes_with_the_end_of_the_copy_and_not_before(device: CupyDevice) -> None:
     calls: list[str] = []
     upload = device.upload({"data": np.ones(3, np.float32)})

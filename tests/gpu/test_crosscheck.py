@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,36 @@ def test_command_names_the_broken_layer(
     assert found["first"]["numpy"] == {"layer": "norm", "mode": "isolated", "tensor": "top 0"}
     assert main([str(net), "--backends", "numpy"]) == 1
     assert "'norm' is the first that is wrong by itself" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("name", "phase"), [("net", "TRAIN"), ("ip", "TRAIN"), ("net", "TEST")])
+def test_a_net_too_large_for_the_memory_is_refused_with_a_batch_that_fits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, phase: str, name: str
+) -> None:
+    """Held to what is really taken, which is more: the figure must not refuse what would fit."""
+    net = tmp_path / "net.prototxt"
+    wide = NET.replace("num_output: 10 weight", "num_output: 500 weight")  # most of it parameters
+    net.write_text(NET.replace("dim: 12 dim: 12", "dim: 24 dim: 24") if name == "net" else wide)
+    given = [str(net), "--batch", "20", "--phase", phase, "--backends", "numpy", "--json", str(tmp_path / "out.json")]
+    main([*given[:2], "1", *given[3:]])  # compiles
+    tracemalloc.start()
+    try:
+        main(given)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    monkeypatch.setattr("gpu.crosscheck.available_memory", lambda: peak)
+    main(given)
+    monkeypatch.setattr("gpu.crosscheck.available_memory", lambda: peak // 5)
+    with pytest.raises(StallscopeError, match="not enough memory") as caught:
+        main(given)
+    if name == "net":
+        given[2] = str(caught.value.hint).split()[-1]
+        assert 1 <= int(given[2]) < 20
+        main(given)
+        monkeypatch.setattr("gpu.crosscheck.available_memory", lambda: 1000)
+        with pytest.raises(StallscopeError, match="smaller --shape"):
+            main(given)
 
 
 def test_precision_lists_layers_by_damage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ another order is meant, the tolerance says so.
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,13 @@ needs_nvrtc = pytest.mark.skipif(nvrtc.load() is None, reason="no libnvrtc (pip 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler (g++ or clang++)")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the wheel of NVRTC is asked for on Linux")
+def test_nvrtc_is_there() -> None:
+    """Or the tests that compile would all be skipped, and nobody would see it."""
+    assert nvrtc.load() is not None, "pip install nvidia-cuda-nvrtc: the extra 'test' brings it"
+    assert len({75, 80, 90, 100} & set(nvrtc.architectures())) == 4
+
+
 def test_every_source_is_listed() -> None:
     assert {path.stem for path in FOLDER.glob("*.cu")} == set(FILES)
     for name, kernel in KERNELS.items():
@@ -35,12 +45,40 @@ def test_every_source_is_listed() -> None:
         assert declared, name
         # The letters, worked out from the C++ declaration.
         types = {"float": "f", "int": "i", "i64": "l", "u64": "q"}
-        arrays = {"float": "F", "double": "D", "int": "I", "i64": "L", "u32": "W", "u64": "Q"}
+        arrays = {"u16": "H", "float": "F", "double": "D", "int": "I", "i64": "L", "u32": "W", "u64": "Q"}
         letters = ""
         for argument in declared[1].split(","):
             kind, variable = re.fullmatch(r"\s*(?:const )?(\w+) (\*?\w+)\s*", argument).groups()
             letters += arrays[kind] if variable[0] == "*" else "c" if variable == "count" else types[kind]
         assert letters == kernel.arguments, name
+
+
+def test_there_is_no_kernel_elsewhere() -> None:
+    """Text that cupy would wrap into a kernel of its own is neither compiled nor run by these tests."""
+    package, makers = FOLDER.parent, {"ElementwiseKernel", "ReductionKernel", "RawKernel", "RawModule", "fuse"}
+    used = {
+        (str(path.relative_to(package)), name)
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (name := getattr(node, "attr", getattr(node, "id", ""))) in makers
+    }
+    assert used == {("cuda/kernels.py", "RawModule")}
+    assert not [path for path in package.rglob("*.py") if "cupyx" in path.read_text(encoding="utf-8")]
+
+
+def test_the_arithmetic_of_every_kernel_is_run() -> None:
+    """The functions of gpu/cuda that launch a kernel are called by these tests, or a layer's test names the kernel."""
+    tests = [path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_cuda_*.py")]
+    called = {ast.unparse(n.func) for text in tests for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)}
+    launched = {
+        node.value
+        for path in FOLDER.glob("*.py")
+        for function in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(function, ast.FunctionDef) and f"{path.stem}.{function.name}" in called
+        for node in ast.walk(function)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert not [name for name in KERNELS if name not in launched and not any(f'"{name}"' in text for text in tests)]
 
 
 # 7.0 is Volta, which CUDA 12 was the last to compile for; 7.5 Turing, 8.0 Ampere, 9.0 Hopper, 10.0 Blackwell.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,3 +114,27 @@ def test_compute_stays_on_its_stream() -> None:
     with pytest.raises(StallscopeError, match="moved to another stream") as caught:
         held.check(stream(0x50))
     assert caught.value.found == "0x50"
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_variables_are_there_when_cupy_is_first_imported(tmp_path: Path, deterministic: bool) -> None:
+    """A module in cupy's place writes down what it finds: a context of a moment later reads the same, or too late."""
+    names = list(determinism.VARIABLES)
+    (tmp_path / "cupy.py").write_text(f"import os\nfound = {{name: os.environ.get(name) for name in {names}}}\n")
+    ask = f"""
+import json, sys
+from gpu.backend import select_backend
+from gpu import determinism
+try:
+    select_backend("cupy", deterministic={deterministic})
+except Exception as error:
+    assert "cannot be used" in str(error), error  # the module has no devices
+import cupy
+print(json.dumps(cupy.found))
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    wanted = {name: variable.value if deterministic else None for name, variable in determinism.VARIABLES.items()}
+    assert json.loads(done.stdout) == wanted

@@ -211,9 +211,11 @@ DATABASES: dict[str, tuple[dict[str, Any], str]] = {
 
 def test_every_rule_has_a_case_here() -> None:
     tables = (weight_rules.RULES, net_rules.RULES, _NET_RULES, solver_rules.RULES, data_rules.RULES, _COVERAGE)
+    tables += (data_rules.UNPAIRED,)
     rules = [rule.id for table in tables for rule in table]
     assert len(rules) == len(set(rules))
     alone = {"iter-size-norm", "no-test-data", "test-coverage"}  # need a net, a solver and data together, see below
+    alone |= {"data-unused"}  # tests/gpu/test_lint_data.py
     assert set(rules) == {*NETS, *SOLVERS, *DATABASES, *alone}
     assert all(rule.severity in SEVERITIES for table in tables for rule in table)
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu.net import Net
+from gpu.precision import check
 from profiler.errors import UsageError
 from tests.gpu import nets
 from tests.gpu.counting import counted
@@ -227,7 +228,10 @@ def test_wrong_settings_are_named() -> None:
         two_layers(precision="fp8")
     with pytest.raises(UsageError, match="keep_fp32 names layers that the net lacks") as caught:
         two_layers(precision="fp16", keep_fp32=["a", "c"])
-    assert "c" in str(caught.value)
+    assert caught.value.found == "c"
+    with pytest.raises(UsageError) as caught:
+        check("fp16", ["e"], ["data", "data", "ip"])  # one of each phase
+    assert (caught.value.expected, caught.value.found) == ("data, ip", "e")
     two_layers(keep_fp32=["a"])  # which it is in any case
 
 

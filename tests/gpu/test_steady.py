@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpu.loss_scale import LossScale
 from gpu.net import Net
+from gpu.python_layer import PythonLayer
 from gpu.solver import Solver
-from tests.gpu import nets
+from tests.gpu import nets, test_layers
 from tests.gpu.counting import counted
 
 STEPS = 100
@@ -74,6 +76,107 @@ def test_updates_allocate_nothing(rule: str) -> None:
     text = f'base_lr: 0.001 lr_policy: "inv" gamma: 0.001 power: 0.75 type: "{rule}" {RULES[rule]}\n'
     net = Net(LENET, "TRAIN", input_shapes={"data": (1, 1, 28, 28)})
     solver = Solver(text, net=net, backend="numpy")
+    given = nets.feed(net)
+    for _ in range(2):
+        solver.step_on(given)
+    with counted() as counts:
+        for _ in range(STEPS):
+            solver.step_on(given)
+    assert arrays(counts) == {}
+
+
+def test_every_layer_that_is_compared_with_caffe_allocates_nothing() -> None:
+    """Not even an array of a value a channel. Four types sort, or choose, and take row numbers for it anew."""
+    sorting = ("argmax", "batch_reindex", "embed", "filter")
+    found: dict[str, set[tuple[str, int]]] = {}
+    for case in test_layers.CASES:
+        net, golden = test_layers.load(case, "compiled")
+        given = {name: golden[f"in_{name}"] for name in net.inputs}
+        diffs = {key[5:]: np.asarray(golden[key], np.float32) for key in golden if key.startswith("dout_")}
+
+        def step(net: Net = net, given: Any = given, diffs: Any = diffs) -> None:
+            net.forward_only(**given)
+            if diffs:
+                for name, diff in diffs.items():
+                    net.blobs[name].diff = diff
+                net.clear_param_diffs()
+                net.backward_only()
+
+        for _ in range(2):
+            step()
+        with counted() as counts:
+            for _ in range(2):
+                step()
+        if larger := {key for key in counts if key[1] > 16}:
+            found[case] = larger
+    assert all(case.startswith(sorting) for case in found), found
+    assert all(size <= 8 * 30 for larger in found.values() for _, size in larger), found
+
+
+@pytest.mark.parametrize("name", ["every", "lenet"])
+@pytest.mark.parametrize("scale", ["dynamic", 1024])
+def test_steps_in_float16_allocate_nothing(name: str, scale: Any) -> None:
+    """With the scale growing, and with steps that are skipped: what they put back is kept in memory of their own."""
+    text, how = NETS[name]
+    net = Net(text, "TRAIN", reuse=True, precision="fp16", **how)
+    solver = Solver(
+        'base_lr: 0.0001 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.01\n',
+        net=net, backend="numpy", loss_scale=LossScale.of(scale, start=2.0**15, growth=7),
+    )  # fmt: skip
+    given = nets.feed(net)
+    wrong = {key: np.full_like(value, np.nan) if value.ndim > 1 else value for key, value in given.items()}
+    for _ in range(20):
+        solver.step_on(given)
+    assert solver.scaler is not None
+    solver.step_on(wrong)
+    with counted() as counts:
+        for step in range(STEPS):
+            solver.step_on(wrong if step == STEPS // 2 else given)
+    assert solver.scaler.loss_scale.skipped
+    assert arrays(counts) == {}
+
+
+def test_a_step_of_several_batches_with_tests_between_allocates_nothing() -> None:
+    text = 'base_lr: 0.001 lr_policy: "fixed" momentum: 0.9 iter_size: 3 test_iter: 2 test_interval: 10\n'
+    shapes = {"data": (2, 1, 28, 28)}
+    solver = Solver(text, net=LENET, backend="numpy", input_shapes=shapes, test_input_shapes=shapes)
+    given, tested = nets.feed(solver.net), nets.feed(solver.test_nets[0])
+
+    def steps(count: int) -> None:
+        for step in range(count):
+            solver.step_on([given] * 3)
+            if step % 10 == 0:
+                solver.test(0, [tested] * 2)
+
+    steps(2)
+    with counted() as counts:
+        steps(STEPS)
+    assert arrays(counts) == {}
+
+
+class Doubling(PythonLayer):
+    """In place of the caller's arrays: what a layer of one's own allocates is its own affair, what is round it ours."""
+
+    def setup(self, bottom: Any, top: Any) -> None: ...
+
+    def reshape(self, bottom: Any, top: Any) -> None:
+        top[0].reshape(*bottom[0].data.shape)
+
+    def forward(self, bottom: Any, top: Any) -> None:
+        np.multiply(bottom[0].data, 2, out=top[0].data)
+
+    def backward(self, top: Any, propagate_down: Any, bottom: Any) -> None:
+        np.multiply(top[0].diff, 2, out=bottom[0].diff)
+
+
+def test_a_net_with_a_python_layer_allocates_nothing() -> None:
+    text = nets.inputs(x=(6, 40), l=(6,)) + nets.dense("a", "x", "a", 30)
+    text += nets.layer(
+        "Python", "twice", ["a"], ["twice"], f'python_param {{ module: "{__name__}" layer: "Doubling" }}'
+    )
+    text += nets.dense("b", "twice", "b", 5) + nets.layer("SoftmaxWithLoss", "loss", ["b", "l"], ["loss"])
+    net = Net(text, "TRAIN", reuse=True)
+    solver = Solver('base_lr: 0.001 lr_policy: "fixed"\n', net=net, backend="numpy")
     given = nets.feed(net)
     for _ in range(2):
         solver.step_on(given)

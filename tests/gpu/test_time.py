@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
 
-from gpu import algorithms, probe
-from gpu.backend import BlasPool
+from gpu import algorithms, probe, time_compare
 from gpu.layers.normalisation import LRN
 from gpu.layers.pooling import Pooling
 from gpu.probe import bare_graph, quiet_net, random_inputs, versions
 from gpu.prototxt import filter_net, load_net
-from gpu.time import main
+from gpu.time import main, render
 from gpu.timing import measure
-from profiler.errors import StallscopeError
+from profiler import cli
+from profiler.errors import StallscopeError, UsageError
 
 NET = """
 layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 4 dim: 4 dim: 10 dim: 10 } } }
@@ -173,15 +179,31 @@ def test_against_itself_nothing_changed(net: Path, capsys: pytest.CaptureFixture
     assert "the bits of every layer are the same" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_blas_of_versions_is_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SciPy brings another OpenBLAS, which a compiler loads where its cache is cold: no change of version."""
-    numpys, scipys = (BlasPool("openblas", version, threads, "") for version, threads in (("0.3.31", 1), ("0.3.30", 2)))
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_blas_of_versions_is_numpys(monkeypatch: pytest.MonkeyPatch, order: int) -> None:
+    """SciPy brings another OpenBLAS, which a compiler loads where its cache is cold: no change of version. What is
+    loaded is listed in any order."""
+    numpys, scipys = (
+        {"user_api": "blas", "internal_api": "openblas", "version": version, "num_threads": threads, "filepath": path}
+        for version, threads, path in (
+            ("0.3.31", 1, "/env/site-packages/numpy.libs/libscipy_openblas64_.so"),
+            ("0.3.30", 2, "/env/site-packages/scipy.libs/libscipy_openblas.so"),
+        )
+    )
     found = []
-    for pools in ([numpys], [numpys, scipys]):
-        monkeypatch.setattr("gpu.backend.blas_pools", lambda pools=pools: pools)
+    for pools in ([numpys], [numpys, scipys][::order]):
+        monkeypatch.setattr("threadpoolctl.threadpool_info", lambda pools=pools: pools)
         found.append(versions())
     assert found[0] == found[1]
     assert found[0]["blas openblas"] == "0.3.31, 1 threads"
+
+
+def test_the_blas_that_numpy_really_has_is_told() -> None:
+    """In a process of its own, where SciPy's is there as well."""
+    ask = "import scipy.linalg; from gpu.probe import versions; print(versions()['blas openblas'])"
+    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+    built = np.show_config("dicts")["Build Dependencies"]["blas"]["version"]
+    assert told.startswith(built.split("dev")[0].rstrip("."))
 
 
 def test_against_another_version(
@@ -220,6 +242,75 @@ def test_bits_of_other_inputs_are_not_compared(net: Path, tmp_path: Path, argume
     assert against["different"] == differs
 
 
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("time") / "net.prototxt"
+    path.write_text(NET)
+    found: dict[str, Any] = run(path)
+    return found
+
+
+def test_times_of_other_work_are_not_compared(result: dict[str, Any], net: Path) -> None:
+    """The same names in a net with larger layers: a ratio would look like an upgrade that helps."""
+    net.write_text(NET.replace("num_output: 5", "num_output: 7"))
+    first = net.parent / "first.json"
+    first.write_text(json.dumps(result))
+    against = run(net, "--against", str(first))["against"]
+    ratios = {row["layer"]: row["forward"] for row in against["layers"]}
+    assert [name for name, ratio in ratios.items() if ratio is None] == ["one", "pool", "norm", "drop", "ip"]
+    assert against["total"] == {"forward": None, "backward": None}
+    assert "the net" in against["different"]
+
+
+def test_a_net_of_another_text_and_the_same_work_is_compared(
+    result: dict[str, Any], net: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net.write_text(NET + "# a word more\n")
+    first = net.parent / "first.json"
+    first.write_text(json.dumps(result))
+    against = run(net, "--against", str(first))["against"]
+    assert all(row["forward"] for row in against["layers"])
+    assert against["total"]["backward"] > 0
+    assert "time here / time there: forward" in capsys.readouterr().out
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_damaged_result_is_refused_or_compared_and_never_a_traceback(
+    result: dict[str, Any], tmp_path: Path, data: st.DataObject
+) -> None:
+    mine = result | {"layers": result["layers"][2:4]}
+    document = json.loads(json.dumps(mine))
+    node = document
+    for _ in range(data.draw(st.integers(0, 4))):
+        inner = [key for key in (node if isinstance(node, dict) else range(len(node))) if node[key]]
+        inner = [key for key in inner if isinstance(node[key], (dict, list))]
+        if not inner:
+            break
+        node = node[data.draw(st.sampled_from(inner))]
+    key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+    if data.draw(st.booleans()):
+        del node[key]
+    else:
+        node[key] = data.draw(ANY)
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(document))
+    try:
+        other = time_compare.load(str(path))
+    except UsageError:
+        return
+    here = {**mine, "against": time_compare.compare(mine, other, str(path))}
+    render(here, Console(file=io.StringIO()))
+    cli.dumps(here)
+
+
 def test_results_for_standard_output(net: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(net), "--iterations", "2", "--backend", "numpy", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["schema"] == 1
@@ -229,7 +320,7 @@ def test_results_for_standard_output(net: Path, capsys: pytest.CaptureFixture[st
     ("arguments", "says"),
     [
         (["--iterations", "1"], "--iterations is out of range"),
-        (["--against", "nowhere.json"], "no result of gpu.time"),
+        (["--against", "nowhere.json"], "nowhere.json cannot be read: No such file"),
         (["--against", "{net}"], "no result of gpu.time"),
         (["--backend", "tpu"], "unknown backend"),
         (["--json", "nowhere/x.json"], "cannot be written"),

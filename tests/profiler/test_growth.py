@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from profiler import growth, report, store
+from profiler import growth, html, report, store, terminal
 from profiler.growth import MIB, classify
+from profiler.store import Run
 from profiler.streams import MEMORY, StreamFile
 from tests.profiler.synthetic import Job, simulate, write_run
 
@@ -154,15 +155,21 @@ def test_what_is_not_known_is_not_judged() -> None:
     assert "not known" in found.reason
 
 
-@pytest.mark.parametrize(("service", "level"), [(leak, "warning"), (fragmentation, "warning"), (steady, None)])
-def test_the_report_says_it(tmp_path: Path, service: Callable[[np.random.Generator], Rows], level: str | None) -> None:
-    write_run(tmp_path, simulate(Job(steps=30)))
+def recorded(folder: Path, rows: Rows) -> Run:
+    """A run whose trainer had these readings, a row a step."""
+    write_run(folder, simulate(Job(steps=30)))
     identity = {"name": "trainer", "role": "trainer", "actor": "0", "pid": "1", "host": "h", "boot_id": "b",
                 "monotonic_ns": "0", "wall_ns": "0"}  # fmt: skip
-    file = StreamFile(tmp_path / "memory", "trainer-1", MEMORY, identity)
-    file.append_rows([(step, step * 1000, *row) for step, row in enumerate(service(np.random.default_rng(1)))])
+    file = StreamFile(folder / "memory", "trainer-1", MEMORY, identity)
+    file.append_rows([(step, step * 1000, *row) for step, row in enumerate(rows)])
     file.close()
-    found = [f for f in report.build(store.load_run(tmp_path)).findings if f.kind == "memory_growth"]
+    return store.load_run(folder)
+
+
+@pytest.mark.parametrize(("service", "level"), [(leak, "warning"), (fragmentation, "warning"), (steady, None)])
+def test_the_report_says_it(tmp_path: Path, service: Callable[[np.random.Generator], Rows], level: str | None) -> None:
+    run = recorded(tmp_path, service(np.random.default_rng(1)))
+    found = [f for f in report.build(run).findings if f.kind == "memory_growth"]
     if level is None:
         assert found == []
         return
@@ -171,3 +178,26 @@ def test_the_report_says_it(tmp_path: Path, service: Callable[[np.random.Generat
     assert service.__name__ in finding.text
     assert "MiB" in finding.text
     assert growth.REMEDY[service.__name__] in finding.text
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_the_nets_used_is_reported_step_by_step(tmp_path: Path, known: bool) -> None:
+    rows = [(40 * MIB + step, 50 * MIB, (7 * MIB if known else -1), 9 + step) for step in range(STEPS)]
+    run = recorded(tmp_path, rows)
+    built = report.build(run)
+    (net,) = built.memory["nets"]
+    assert (net["steps"], net["verdict"]) == (STEPS, "steady")
+    assert net["figures"]["used"] == {"first": rows[0][0], "last": rows[-1][0], "peak": rows[-1][0]}
+    assert net["figures"]["live_blobs"]["last"] == 9 + STEPS - 1
+    assert (net["figures"]["largest_free"] is None) == (not known)
+    series = net["series"]
+    assert (series["step"][0], series["step"][-1]) == (0, STEPS - 1)
+    assert [rows[step][0] for step in series["step"]] == series["used"]
+    assert ("largest_free" in series) == known
+    shown = " ".join(terminal.text(built).split())
+    assert ("largest free 7.3 MB" in shown) == known
+    free = "largest free 7.3 MB, " if known else ""
+    assert f"used 41.9 MB, reserved 52.4 MB, {free}{9 + STEPS - 1} blobs; steady" in shown
+    page = html.page(report.analyse(run))
+    assert ("nets: largest free" in page) == known
+    assert "nets: live blobs" in page
