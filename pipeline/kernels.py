@@ -170,6 +170,32 @@ def room_for(columns):
 
 
 @njit
+def put_packed(packed, top, left, flip, mean, scale, out):
+    """Mirror, subtract the mean and scale a part of an image, uint8[h, w, 4], into out, [C, h, w] with C <= 4.
+
+    top, left: where the part begins in the image, which a mean image [C, H, W] is indexed by. mean, scale: as in
+    :func:`put`, of the same bits.
+    """
+    channels, rows, columns = out.shape
+    as_is, by_place = mean.size == 0, mean.shape[1] * mean.shape[2] > 1
+    first, step = (columns - 1, -1) if flip else (0, 1)
+    for y in range(rows):
+        for c in range(channels):
+            line, target = packed[y, :, c], out[c, y]
+            if as_is:
+                for x in range(columns):
+                    target[first + step * x] = line[x]
+            elif by_place:
+                means = mean[c, top + y, left : left + columns]
+                for x in range(columns):
+                    target[first + step * x] = (np.float32(line[x]) - means[x]) * scale
+            else:
+                constant = mean[c, 0, 0]
+                for x in range(columns):
+                    target[first + step * x] = (np.float32(line[x]) - constant) * scale
+
+
+@njit
 def fill(addresses, heights, widths, h_off, w_off, mirror, mean, scale, out):
     """:func:`put` for a batch, straight into its slot.
 

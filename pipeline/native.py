@@ -48,7 +48,7 @@ class Native:
         channels, height, width = probed.record_shape
         any_size = bool(spec.transform.crop) and transform.mean.shape[1:] == (1, 1)
         self._shape = np.array([channels, 0, 0] if any_size else [channels, height, width], np.int64)
-        self._random = bool(spec.transform.crop) and spec.phase == "TRAIN"
+        self._random = transform.random_crop
         self._missed = 0
 
     @staticmethod
@@ -57,10 +57,12 @@ class Native:
         from datasets.leveldb_source import LevelDbSource
         from datasets.lmdb_source import LmdbSource
 
-        layout, asked = probed.layout, spec.transform
+        layout, asked = probed.made, spec.transform
         if type(source) not in (LmdbSource, LevelDbSource) or layout.label_width or layout.room:
             return None
-        if asked.python is not None or asked.resize is not None:
+        if layout.pixels == "float32" and layout is not probed.layout:
+            return None  # floats for a function per batch, before mean and scale
+        if transform.function is not None or asked.resize is not None:
             return None
         return Native(spec, probed, transform, source)  # type: ignore[arg-type]
 

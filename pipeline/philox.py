@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 CROP_AND_MIRROR = 0
 USER_FUNCTION = 1
 RESIZED_CROP = 4
+BATCH_FUNCTION = 5
 PHASES = {"TRAIN": 0, "TEST": 1}
 
 MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
@@ -99,8 +100,8 @@ def draw(
     return Draws(flips, h_off, w_off)
 
 
-def generator(seed: int, phase: int, epoch: int, record: int) -> np.random.Generator:
-    """The ``rng`` of a user's transform for one sample."""
+def generator(seed: int, phase: int, epoch: int, record: int, stream: int = USER_FUNCTION) -> np.random.Generator:
+    """The ``rng`` of a user's transform for one sample; with BATCH_FUNCTION, for a batch (``record``: its place)."""
     key = np.array([seed & _MASK, phase], np.uint64)
-    counter = np.array([0, USER_FUNCTION, epoch, record], np.uint64)
+    counter = np.array([0, stream, epoch, record], np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))

@@ -33,8 +33,9 @@ _WIDTH = 60
 _PROCESSES = 4
 """Processes whose memory is listed one by one."""
 _MAKING = {
-    "storage": "storage wait", "read": "read", "decode": "decode", "augment": "augment", "collate": "collate",
-    "transfer": "transfer", "cpu_contention": "waiting for a CPU", "gc": "gc", "unknown": "other",
+    "storage": "storage wait", "read": "read", "decode": "decode", "augment": "augment",
+    "function": "own function", "collate": "collate", "transfer": "transfer",
+    "cpu_contention": "waiting for a CPU", "gc": "gc", "unknown": "other",
 }  # fmt: skip
 
 
