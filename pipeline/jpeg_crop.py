@@ -17,13 +17,13 @@ from datasets import decode, jpeg
 from datasets.image_file import kind_of
 from datasets.jpeg import Box
 from datasets.source import Record
+from pipeline import philox
 from pipeline.layout import Probe
 from pipeline.samples import label_of
 from pipeline.spec import FeedSpec
 from pipeline.transforms import NO_MEAN, Transform
 
 _LANES = 4
-_NO_PIXEL = np.uint8(0)
 
 
 class JpegCrop:
@@ -65,9 +65,10 @@ class JpegCrop:
                 self._place = (0, 0, False)
                 if side or (height, width) != (rows, columns):
                     return 0, 0, height, width  # it does not fit: said when it is known to be sound
-            shape = np.broadcast_to(_NO_PIXEL, (1, height, width))
-            draws = self._transform.draws([shape], np.array([epoch]), np.array([record.index]))
-            self._place = (int(draws.h_off[0]), int(draws.w_off[0]), bool(draws.mirror[0]))
+            self._place = philox.draw_one(
+                self._spec.seed, self._spec.phase_number, epoch, record.index, (height - rows, width - columns),
+                mirror=asked.mirror, random_crop=self._transform.random_crop,
+            )  # fmt: skip
             return self._place[0], self._place[1], rows, columns
 
         part = decode.part(
@@ -95,4 +96,4 @@ class JpegCrop:
 
         transform = self._transform
         mean = NO_MEAN if out.dtype == np.uint8 else transform.mean
-        put_packed(packed, *place, mean, transform.scale, out)
+        put_packed(packed.view(np.uint32)[..., 0], *place, mean, transform.scale, out)

@@ -58,6 +58,8 @@ def test_first_batch(case: str, way: str, monkeypatch: pytest.MonkeyPatch) -> No
         # Words that give Caffe's draws: a bit for the mirror, offsets that are what is left of a division by more.
         words = np.concatenate([draws, draws[:, :1]], axis=1).astype(np.uint64)
         monkeypatch.setattr(philox, "block_1", lambda *args: words[args[-1]])
+        places = {i: (int(top), int(left), bool(flip)) for i, (flip, top, left) in enumerate(draws)}
+        monkeypatch.setattr(philox, "draw_one", lambda seed, phase, epoch, record, spare, **_: places[record])
     spec = FeedSpec(
         f"tests/data/db/{database}", len(expected), phase="TEST" if draws is None else "TRAIN", depth=1,
         transform=TransformSpec(**transform),
