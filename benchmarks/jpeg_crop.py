@@ -1,4 +1,4 @@
-"""What a crop of an encoded record costs: whole pictures copied and then cropped, against crops straight from the decoder.
+"""What a crop of an encoded record costs: whole pictures that are copied and cropped, or crops from the decoder itself.
 
     python benchmarks/jpeg_crop.py        pictures of 256 x 256 and of 500 x 375, crop 227, mirror; half a minute
 

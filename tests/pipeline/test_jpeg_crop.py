@@ -67,7 +67,8 @@ def cases(draw: Any) -> dict[str, Any]:
     noisy = draw(st.booleans())
     return {
         "height": height, "width": width, "noisy": noisy, "crop": draw(st.integers(0, min(height, width))),
-        "channels": draw(st.sampled_from([1, 3])), "subsampling": draw(st.sampled_from(["444", "422", "420", "440", "411"])),
+        "channels": draw(st.sampled_from([1, 3])),
+        "subsampling": draw(st.sampled_from(["444", "422", "420", "440", "411"])),
         "quality": draw(st.integers(5, 100)), "seed": draw(st.integers(0, 2**64 - 1)), "epoch": draw(st.integers(0, 5)),
         "index": draw(st.integers(0, 10**7)), "color": draw(st.sampled_from([None, "color", "gray"])),
         "phase": draw(st.sampled_from(["TRAIN", "TEST"])), "mirror": draw(st.booleans()),
