@@ -32,6 +32,7 @@ from pipeline.jpeg_crop import JpegCrop
 from pipeline.layout import Layout, Probe, Slot
 from pipeline.native import Native
 from pipeline.probing import TRY, probe
+from pipeline.readahead import ReadAhead
 from pipeline.resized_crop import ResizedCrop
 from pipeline.samples import RECORD_ERRORS, LabelError, check_label, decoded, label_alone
 from pipeline.spec import FeedSpec
@@ -73,11 +74,14 @@ class LocalReader:
 
     def __init__(self, source: Source) -> None:
         self.source = source
+        self.ahead: ReadAhead | None = None
 
     def read(self, indices: NDArray[np.int64], recorder: Recorder, **tags: int) -> list[Record]:
         if self.source.backend == "python":
             tags["flags"] = tags.get("flags", 0) | Flag.OWN_CODE
         with recorder.span(Stage.READ, items=len(indices), **tags) as span:
+            if self.ahead is not None:
+                self.ahead.announce()
             records = self.source.read_many(indices)
             span.nbytes = sum(len(record.value) for record in records)
         return records
@@ -103,6 +107,11 @@ class BatchMaker:
         self._native = None
         if isinstance(reader, LocalReader) and self._resized is None:
             self._native = Native.of(spec, probed, self.transform, reader.source)
+        self._ahead: ReadAhead | None = None
+        if isinstance(reader, LocalReader):
+            reader.ahead = self._ahead = ReadAhead.of(spec, reader.source, self.stream)
+            if self._native is not None:
+                self._native.ahead = self._ahead
         self._given: Slot | None = None  # what a function per batch is given
         if probed.given is not None:
             self._given = probed.given.views(np.empty(probed.given.nbytes, np.uint8))
@@ -142,6 +151,8 @@ class BatchMaker:
         if spec.phase == "TEST":
             flags |= Flag.TEST_PHASE
         tags = {"step": step, "epoch": epoch, "slot": index, "flags": flags}
+        if self._ahead is not None:
+            self._ahead.turn(step, items)
         made = slot if self._given is None else self._before_function(self._given, slot)
         raw = self._native.make(items, made, recorder, tags) if self._native is not None else None
         ids: NDArray[np.int64] = items.records

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from datasets.errors import DatasetCorrupt
 from pipeline import philox
+from pipeline.readahead import ReadAhead
 from pipeline.spec import FeedSpec
 from pipeline.transforms import NO_MEAN, Transform
 from profiler.events import Stage
@@ -50,6 +51,7 @@ class Native:
         self._shape = np.array([channels, 0, 0] if any_size else [channels, height, width], np.int64)
         self._random = transform.random_crop
         self._missed = 0
+        self.ahead: ReadAhead | None = None
 
     @staticmethod
     def of(spec: FeedSpec, probed: Probe, transform: Transform, source: Source) -> Native | None:
@@ -84,6 +86,8 @@ class Native:
                 words = philox.block_1(
                     spec.seed, spec.phase_number, philox.CROP_AND_MIRROR, items.epochs, items.records
                 )
+            if self.ahead is not None:
+                self.ahead.announce()
             try:
                 self._source.check()
                 taken, nbytes = self._call(items.records, words, slot, raw, times)
