@@ -123,7 +123,7 @@ def test_a_cluster_is_joined_with_the_workers_environment(monkeypatch: pytest.Mo
     assert options["address"] == "auto"
     assert "num_cpus" not in options
     assert options["runtime_env"]["env_vars"]["OPENBLAS_NUM_THREADS"] == "1"
-    assert set(options["runtime_env"]) == {"env_vars"}, "case E11: data and code are named by path, and none is uploaded"
+    assert set(options["runtime_env"]) == {"env_vars"}, "case E11: nothing is uploaded"
 
 
 def test_what_a_submitted_job_sets_is_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
