@@ -107,7 +107,8 @@ class Feed:
             )
         self._delivered = self._items = self._wait_ns = self._restarts = self._took_ns = 0
         self._tuning: dict[str, Any] | None = None
-        self._known_content: str | None = None
+        self.known_content: str | None = None
+        """Of the data set: see :func:`pipeline.content.content`. Whoever knows it may say so before it is asked for."""
 
     @classmethod
     def from_spec(cls, spec: FeedSpec, recorder: Recorder = NULL) -> Feed:
@@ -427,11 +428,11 @@ class Feed:
         self.remember_bad(state.get("bad_records", ()))
 
     def _content(self) -> str | None:
-        if self._known_content is None:
+        if self.known_content is None:
             # Without its slot of readers: this one reads and is gone.
             with contextlib.suppress(StallscopeError, OSError), open_data(replace(self.spec, lock=False)) as source:
-                self._known_content = content(source, tolerant=True)
-        return self._known_content
+                self.known_content = content(source, tolerant=True)
+        return self.known_content
 
     def remember_bad(self, records: Iterable[int]) -> None:
         """Count these records as known to be bad: an earlier part of the run found them (``state_dict`` tells)."""

@@ -167,3 +167,11 @@ def wrongs(images: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> 
 
 def returns_nan(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
     return np.full(image.shape, np.nan, np.float32), label
+
+
+@per_batch
+def fails_at_last(images: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Sound until a file of that name is there."""
+    if os.path.exists(os.environ.get("STALLSCOPE_TEST_FAIL", "")):
+        raise ArithmeticError("enough")
+    return images, labels
