@@ -28,6 +28,7 @@ _META_BYTES = 136
 _TRANSACTION = HEADER + 128  # byte of a meta page: u64
 _NOWHERE = 1 << 62
 _AT_ONCE = 1 << 20
+_LEAST_PAGE = 4096  # of memory
 _PAGE_SIZES = (4096, 8192, 16384, 32768, 65536, 512, 1024, 2048)
 
 
@@ -195,6 +196,16 @@ class LmdbFile:
         """Tell the system whether it should read ahead of what is asked for."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_NORMAL if wanted else os.POSIX_FADV_RANDOM)
+
+    def announce(self, starts: list[int], sizes: list[int]) -> int:
+        """Tell the system that these bytes will be asked for. Returns how many: less than a page is not announced."""
+        told = 0
+        if hasattr(os, "posix_fadvise"):
+            for start, size in zip(starts, sizes, strict=True):
+                if size >= _LEAST_PAGE:
+                    os.posix_fadvise(self.fd, start, size, os.POSIX_FADV_WILLNEED)
+                    told += size
+        return told
 
     def close(self) -> None:
         if self.fd >= 0:

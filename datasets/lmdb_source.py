@@ -137,6 +137,16 @@ class LmdbSource(Source):
         except Unlocated as failure:
             self._not_located(int(indices[failure.place]), failure)
 
+    def announce(self, indices: np.ndarray) -> int:
+        """Have the system bring records into memory, and do not wait for it. Returns their bytes.
+
+        Those of small records, which lie on the pages that say where they are, are in memory then: they count as 0.
+        """
+        self._live()
+        assert self._file is not None
+        starts, sizes, *_ = self._places(indices.tolist())[0]
+        return self._file.announce(starts, sizes)
+
     @property
     def file(self) -> LmdbFile:
         """The data file, opened in this process."""

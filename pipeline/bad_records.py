@@ -18,6 +18,7 @@ from datasets.datum import DatumError, DatumSizeMismatch
 from datasets.errors import DatasetCorrupt
 from datasets.image_file import ImageDecodeError, ImageModeError
 from datasets.source import show_key
+from pipeline.functions import numbers
 from pipeline.samples import LabelError, NotFiniteError
 from profiler.errors import StallscopeError
 from profiler.recorder import Recorder
@@ -169,7 +170,7 @@ class Tally:
             raise TooManyBadRecords(
                 f"{len(self.known)} of the {self.records} records of {self.source} cannot be used, up to step {step}",
                 expected=f"at most {self.limit} (data.bad_record_cap: {self.cap:g})",
-                found="; ".join(listed + ([f"known before: {_numbers(before)}"] if before else [])),
+                found="; ".join(listed + ([f"known before: {numbers(before)}"] if before else [])),
                 hint="python -m datasets.verify lists all of them and can save the sound ones to a new data set",
             )
 
@@ -208,10 +209,3 @@ class Tally:
                     policy=self.policy, phase=self.phase,
                 )  # fmt: skip
         self._noted = before - 1
-
-
-def _numbers(records: list[int]) -> str:
-    """``records 3, 7 and 5 more``."""
-    shown = ", ".join(map(str, records[:_LISTED]))
-    more = f" and {len(records) - _LISTED} more" if len(records) > _LISTED else ""
-    return f"record{'s' if len(records) > 1 else ''} {shown}{more}"

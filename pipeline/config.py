@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 
+from pipeline.spec import check_decode
 from profiler.errors import UsageError
 
 Phase = Literal["TRAIN", "TEST"]
@@ -84,7 +85,7 @@ class TransformConfig(_Model):
         default=None, min_length=2, max_length=2, strict=False, description="a list of two integers: height and width"
     )
     decode: Literal["full", "region", "scaled"] = _choice(
-        "full", "full, region (random_resized_crop: no more than the part is decoded) or scaled (in fewer pixels, too)"
+        "full", "full, region (no more than the part is decoded) or scaled (random_resized_crop: in fewer pixels, too)"
     )
     python: str | None = Field(
         default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="module:function, f(image, label, rng)"
@@ -308,31 +309,19 @@ def _check_transform(name: str, transform: TransformConfig | None) -> None:
             raise UsageError(
                 f"{name}: {one} and {other} exclude each other", expected="one of the two", hint=f"remove {name}.{one}"
             )
-    _check_resized_crop(name, transform)
-
-
-def _check_resized_crop(name: str, transform: TransformConfig) -> None:
     part = transform.random_resized_crop
-    if part is None:
-        if transform.decode != "full":
-            raise UsageError(
-                f"{name}.decode: {transform.decode} needs {name}.random_resized_crop",
-                expected="decode: full, or random_resized_crop: true",
-                hint="without it the whole picture is asked for",
-            )
-        return
+    check_decode(name, transform.decode, transform.crop, part is not None, transform.resize is not None)
+    if part is not None:
+        _check_resized_crop(name, transform, part)
+
+
+def _check_resized_crop(name: str, transform: TransformConfig, part: ResizedCropConfig) -> None:
     key = f"{name}.random_resized_crop"
     if transform.resize is not None:
         raise UsageError(
             f"{name}: resize and random_resized_crop exclude each other",
             expected="one of the two",
             hint=f"remove {name}.resize",
-        )
-    if transform.python is not None and transform.decode != "full":
-        raise UsageError(
-            f"{name}.decode: {transform.decode} cannot go with {name}.python",
-            expected="decode: full",
-            hint="the function is given the whole picture, before a part of it is chosen",
         )
     if part.size and transform.crop and part.size != transform.crop:
         raise UsageError(

@@ -12,6 +12,7 @@ was called: whoever holds must release. The position is one number, ``next_step`
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import time
 import weakref
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 
 from pipeline import bad_records
 from pipeline.batch import Batch
+from pipeline.content import content
 from pipeline.crew import FeedError
 from pipeline.engines import Engine, engine_of, start_depth
 from pipeline.feed_options import Wanted, spec_of
@@ -105,6 +107,8 @@ class Feed:
             )
         self._delivered = self._items = self._wait_ns = self._restarts = self._took_ns = 0
         self._tuning: dict[str, Any] | None = None
+        self.known_content: str | None = None
+        """Of the data set: see :func:`pipeline.content.content`. Whoever knows it may say so before it is asked for."""
 
     @classmethod
     def from_spec(cls, spec: FeedSpec, recorder: Recorder = NULL) -> Feed:
@@ -370,11 +374,16 @@ class Feed:
     # -- position and figures --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Position, and all that gives it a meaning; plain JSON values."""
+        """Position, and all that gives it a meaning; plain JSON values.
+
+        ``content`` tells the data set from others of its length, by 16 records that are read at the first call; None
+        where it cannot be opened any more.
+        """
         spec = self.spec
         return {
             "next_step": self._next_step, "seed": spec.seed, "shuffle": spec.shuffle, "batch": spec.batch,
             "tail": spec.tail, "phase": spec.phase, "records": self.probe.records,
+            "content": self._content(),
             "on_bad_record": spec.on_bad_record, "bad_records": sorted(self._tally.known) if self._tally else [],
             **({"origin": spec.origin} if spec.origin else {}),
         }  # fmt: skip
@@ -395,8 +404,18 @@ class Feed:
                 "this is no position of a feed", expected="what state_dict() gave: next_step and the rest", found=state
             )
         mine = self.state_dict()
+        if None in (state.get("content"), mine["content"]):  # of an older feed, say
+            mine.pop("content")
         for key in {**mine, "origin": None}:
             if key not in ("next_step", "bad_records") and state.get(key) != mine.get(key):
+                if key == "content":
+                    raise UsageError(
+                        f"the saved position belongs to another data set of {self.records} records",
+                        expected=f"the records of {self.spec.source}",
+                        found="others under the same positions (16 were compared)",
+                        hint="name the data set that it was saved with; where that lies now, and in which database, "
+                        "does not matter",
+                    )
                 raise UsageError(
                     f"the saved position belongs to another stream: {key} differs",
                     expected=mine.get(key),
@@ -407,6 +426,13 @@ class Feed:
         self._next_step = step
         self.spec = self.spec.starting_at(step)
         self.remember_bad(state.get("bad_records", ()))
+
+    def _content(self) -> str | None:
+        if self.known_content is None:
+            # Without its slot of readers: this one reads and is gone.
+            with contextlib.suppress(StallscopeError, OSError), open_data(replace(self.spec, lock=False)) as source:
+                self.known_content = content(source, tolerant=True)
+        return self.known_content
 
     def remember_bad(self, records: Iterable[int]) -> None:
         """Count these records as known to be bad: an earlier part of the run found them (``state_dict`` tells)."""

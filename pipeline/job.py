@@ -224,6 +224,12 @@ class Job:
         checkpoint.write(self.folder / "snapshots", self.step, self.solver, position)
         self._snapshot_at = self.step
 
+    @property
+    def last_snapshot(self) -> Path | None:
+        """The newest one that this job wrote, or began with: its solver state. None where there is none."""
+        place = self.folder / "snapshots" / f"iter_{self._snapshot_at}.solverstate"
+        return next((path for path in (place, place.with_name(place.name + ".h5")) if path.exists()), None)
+
     def finish(self) -> None:
         """After the loop: the last test (unless stopped) and the last snapshot (unless it has just been written)."""
         if self.config.only_feeds:
@@ -258,6 +264,7 @@ class Job:
 
             stack.enter_context(ray_runtime.running(config, address))
         self.feed = self._make_feed("TRAIN", self.step, self.last_step)
+        self.feed.known_content = self.identities["train"]["content"]
         if self._start is not None:
             self.feed.remember_bad(self._start.sidecar.get("position", {}).get("bad_records", ()))
         # Before any memory of the rings is taken: a job that is too large is told what all of it needs.

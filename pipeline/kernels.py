@@ -94,16 +94,23 @@ def _high(a, b):
 
 
 @njit
+def philox_block(seed, phase, turn, stream, epoch, record):
+    """Block ``turn`` of Philox4x64-10 of a sample: four words."""
+    c0, c1, c2, c3, k0, k1 = turn, stream, epoch, record, seed, phase
+    for _ in range(_ROUNDS):
+        c0, c1, c2, c3 = _high(_M1, c2) ^ c1 ^ k0, _M1 * c2, _high(_M0, c0) ^ c3 ^ k1, _M0 * c0
+        k0 += _W0
+        k1 += _W1
+    return c0, c1, c2, c3
+
+
+@njit
 def philox_blocks(seed, phase, stream, epochs, records, words):
-    """Block 1 of Philox4x64-10 of each sample into words, uint64[B, 4]."""
+    """Block 1 of each sample into words, uint64[B, 4]."""
     for i in range(len(records)):
-        c0, c1, c2, c3 = _ONE, stream, epochs[i], records[i]
-        k0, k1 = seed, phase
-        for _ in range(_ROUNDS):
-            c0, c1, c2, c3 = _high(_M1, c2) ^ c1 ^ k0, _M1 * c2, _high(_M0, c0) ^ c3 ^ k1, _M0 * c0
-            k0 += _W0
-            k1 += _W1
-        words[i, 0], words[i, 1], words[i, 2], words[i, 3] = c0, c1, c2, c3
+        words[i, 0], words[i, 1], words[i, 2], words[i, 3] = philox_block(
+            seed, phase, _ONE, stream, epochs[i], records[i]
+        )
 
 
 @njit
@@ -167,6 +174,47 @@ def put(image, top, left, flip, mean, scale, lines, out):
 def room_for(columns):
     """Room for :func:`put`: lines that fit into the nearest cache, one at least."""
     return np.empty(max(4096 // columns, 1) * columns, np.uint8)
+
+
+@njit
+def put_packed(packed, top, left, flip, mean, scale, out):
+    """Mirror, subtract the mean and scale a part of an image into out, [C, h, w] with C <= 4.
+
+    packed: uint32[h, w], channel 0 in the lowest byte. top, left: where the part begins in the image, which a mean
+    image [C, H, W] is indexed by. mean, scale: as in :func:`put`, of the same bits.
+    """
+    channels, rows, columns = out.shape
+    as_is, by_place = mean.size == 0, mean.shape[1] * mean.shape[2] > 1
+    turned_round = np.empty(columns, np.uint32)
+    for y in range(rows):
+        words = packed[y]
+        if flip and not by_place:  # once for all channels
+            for x in range(columns):
+                turned_round[x] = words[columns - 1 - x]
+            words = turned_round
+        for c in range(channels):
+            line, shift = out[c, y], np.uint32(8 * c)
+            if as_is:
+                for x in range(columns):
+                    line[x] = np.uint8(words[x] >> shift)
+            elif by_place:
+                means = mean[c, top + y, left : left + columns]
+                for x in range(columns):
+                    line[x] = (np.float32(np.uint8(words[x] >> shift)) - means[x]) * scale
+            else:
+                constant = mean[c, 0, 0]
+                for x in range(columns):
+                    line[x] = (np.float32(np.uint8(words[x] >> shift)) - constant) * scale
+            if flip and by_place:
+                for x in range(columns // 2):
+                    line[x], line[columns - 1 - x] = line[columns - 1 - x], line[x]
+
+
+@njit
+def draw_one(seed, phase, stream, epoch, record):
+    """The words that decide on mirror, row and column of one sample."""
+    words = philox_block(seed, phase, _ONE, stream, epoch, record)
+    return words[0], words[1], words[2]
 
 
 @njit

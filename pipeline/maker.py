@@ -5,8 +5,9 @@ Stages, in the order of the work, each recorded as one span per batch:
 ========  ==============================================================================================
 READ      look the records up and copy their stored bytes out of the database
 DECODE    Datum → image uint8[C, H, W] (JPEG and PNG decoding included), shapes checked
-AUGMENT   the draws of chance, the user's function, and the one pass that crops, mirrors, subtracts the
-          mean, scales and writes into the slot
+FUNCTION  the user's own function (``transform.python``), on each image before AUGMENT or on the batch after it
+AUGMENT   the draws of chance, and the one pass that crops, mirrors, subtracts the mean, scales and writes
+          into the slot; with a function per batch, mean and scale come in a second one
 COLLATE   labels, ids and epochs into the slot, and the hashes of the batch
 ========  ==============================================================================================
 """
@@ -14,8 +15,8 @@ COLLATE   labels, ids and epochs into the slot, and the hashes of the batch
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -25,12 +26,17 @@ from datasets import order, resize
 from datasets.errors import DatasetCorrupt
 from datasets.order import Items, Order, Stream
 from pipeline import bad_records, philox, sizes
-from pipeline.bad_records import ENTRY, Found
+from pipeline.bad_records import Found
+from pipeline.functions import numbers
+from pipeline.jpeg_crop import JpegCrop
+from pipeline.layout import Layout, Probe, Slot
 from pipeline.native import Native
+from pipeline.probing import TRY, probe
+from pipeline.readahead import ReadAhead
 from pipeline.resized_crop import ResizedCrop
 from pipeline.samples import RECORD_ERRORS, LabelError, check_label, decoded, label_alone
 from pipeline.spec import FeedSpec
-from pipeline.transforms import Shape, Transform, TransformError
+from pipeline.transforms import Transform, TransformError
 from profiler import hashing
 from profiler.errors import StallscopeError
 from profiler.events import Flag, Stage
@@ -43,104 +49,6 @@ __all__ = [
     "BatchMaker", "LabelError", "Layout", "LocalReader", "Made", "Probe", "Reader", "Slot", "fill_hash", "probe",
     "record_hashes", "stream_of",
 ]  # fmt: skip
-
-_ALIGN = 64
-_PROBED = 64  # records that are looked at for one that can be used
-_TRY = "data.on_bad_record: skip or zero goes on without it; python -m datasets.verify lists all such records"
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where things lie in a slot.
-
-    data float32 (or uint8) [batch, C, h, w], labels int32[batch] or float32[batch, label_width], ids and epochs
-    int64[batch], then rows about records that could not be used and their number; each part begins at a multiple of 64
-    bytes. Where samples have sizes of their own (``room``), data is [room] and a last part says the shape in use.
-    """
-
-    batch: int
-    sample_shape: Shape
-    label_width: int  # 0: one int32 a sample
-    bad_rows: int = 0  # see pipeline.bad_records
-    room: int = 0  # see pipeline.sizes
-    pixels: str = "float32"  # the type of data
-
-    @property
-    def nbytes(self) -> int:
-        return self._parts()[-1][3]
-
-    def _parts(self) -> list[tuple[str, tuple[int, ...], Any, int]]:
-        """(name in the slot, shape, dtype, end) of each part."""
-        wanted: list[tuple[str, tuple[int, ...], Any]] = [
-            ("data", (self.room,) if self.room else (self.batch, *self.sample_shape), np.dtype(self.pixels)),
-            ("labels", (self.batch, self.label_width), np.float32) if self.label_width
-            else ("labels", (self.batch,), np.int32),
-            ("ids", (self.batch,), np.int64),
-            ("epochs", (self.batch,), np.int64),
-        ]  # fmt: skip
-        if self.bad_rows:
-            wanted += [("bad", (self.bad_rows,), ENTRY), ("bad_count", (1,), np.int64)]
-        if self.room:
-            wanted.append(("shape", (3,), np.int64))
-        parts: list[tuple[str, tuple[int, ...], Any, int]] = []
-        end = 0
-        for name, shape, kind in wanted:
-            end += -(-int(np.prod(shape)) * np.dtype(kind).itemsize // _ALIGN) * _ALIGN
-            parts.append((name, shape, kind, end))
-        return parts
-
-    def views(self, payload: np.ndarray) -> Slot:
-        """Arrays over the bytes of a slot, uint8[>= nbytes]."""
-        arrays: dict[str, np.ndarray] = {}
-        start = 0
-        for name, shape, kind, end in self._parts():
-            used = int(np.prod(shape)) * np.dtype(kind).itemsize
-            arrays[name] = payload[start : start + used].view(kind).reshape(shape)
-            start = end
-        return Slot(**arrays)
-
-
-@dataclass(frozen=True, eq=False)
-class Slot:
-    """The arrays of one slot, for a full batch; a short batch fills the first rows."""
-
-    data: np.ndarray
-    labels: np.ndarray
-    ids: NDArray[np.int64]
-    epochs: NDArray[np.int64]
-    bad: np.ndarray | None = None
-    bad_count: NDArray[np.int64] | None = None
-    shape: NDArray[np.int64] | None = None
-
-    def samples(self, count: int) -> np.ndarray:
-        """The batch's own part of ``data``, [count, C, h, w]."""
-        if self.shape is None:
-            return self.data[:count]
-        channels, height, width = (int(size) for size in self.shape)
-        return self.data[: channels * height * width].reshape(1, channels, height, width)
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What the first record says about all batches.
-
-    Attributes
-    ----------
-    records: length of the data set.
-    first: names that record: the first one that can be used.
-    record_shape: (C, H, W) of it as decoded (after a user's function).
-    sample_shape: (C, h, w) of a sample in the blob; of the first one where each has its own (``layout.room``).
-    layout: of the slots.
-    blobs: shapes of one sample in the net, where they are not the above: see :class:`datasets.source.Source`.
-    """
-
-    records: int
-    backend: str
-    first: str
-    record_shape: Shape
-    sample_shape: Shape
-    layout: Layout
-    blobs: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -166,11 +74,14 @@ class LocalReader:
 
     def __init__(self, source: Source) -> None:
         self.source = source
+        self.ahead: ReadAhead | None = None
 
     def read(self, indices: NDArray[np.int64], recorder: Recorder, **tags: int) -> list[Record]:
         if self.source.backend == "python":
             tags["flags"] = tags.get("flags", 0) | Flag.OWN_CODE
         with recorder.span(Stage.READ, items=len(indices), **tags) as span:
+            if self.ahead is not None:
+                self.ahead.announce()
             records = self.source.read_many(indices)
             span.nbytes = sum(len(record.value) for record in records)
         return records
@@ -179,42 +90,6 @@ class LocalReader:
 def stream_of(spec: FeedSpec, records: int) -> Stream:
     """The stream of a feed over a data set of this length."""
     return Stream(Order(records, seed=spec.seed, shuffle=spec.shuffle), spec.batch, spec.tail)
-
-
-def probe(spec: FeedSpec, source: Source) -> Probe:
-    """Look at record 0 and settle the shapes of every batch.
-
-    Raises what reading, decoding and the transform raise for it; :class:`TransformError` for an empty data set.
-    """
-    if not len(source):
-        raise TransformError(f"{source.name} holds no records", expected="at least one")
-    transform = Transform(spec.transform, spec.seed, spec.phase_number)
-    record, image, label = _first_usable(spec, source)
-    image, label = transform.apply_function(image, label, 0, record.index, record)
-    shape = (int(image.shape[0]), int(image.shape[1]), int(image.shape[2]))
-    sample_shape = transform.fit(shape, record)
-    width = len(label) if isinstance(label, np.ndarray) else 0
-    check_label(label, width, record)
-    rows = bad_records.capacity(spec.on_bad_record, spec.batch)
-    layout = Layout(spec.batch, sample_shape, width, rows, sizes.room(spec, source, shape), spec.pixels)
-    if spec.pixels == "uint8":
-        transform.check_pixels(image, record)
-    return Probe(len(source), source.backend, str(record), shape, sample_shape, layout, source.blobs)
-
-
-def _first_usable(spec: FeedSpec, source: Source) -> tuple[Record, np.ndarray, Any]:
-    """The first record with its image and label; bad ones before it are passed over where the job says so."""
-    tried = 1 if spec.on_bad_record == "stop" else _PROBED
-    first: StallscopeError | None = None
-    for index in range(min(len(source), tried)):
-        try:
-            record = source.read(index)
-            return record, *decoded(record, spec.transform.color, spec.max_pixels, spec.transform.resize)
-        except RECORD_ERRORS as error:
-            first = first or error
-    assert first is not None
-    first.hint = first.hint or _TRY
-    raise first
 
 
 class BatchMaker:
@@ -228,25 +103,37 @@ class BatchMaker:
         self._stops = spec.on_bad_record == "stop"
         self._fitted = sizes.Fitted(spec, probed.layout.room) if probed.layout.room else None
         self._resized = ResizedCrop.of(spec, self.transform)
+        self._jpeg = JpegCrop.of(spec, probed, self.transform)
         self._native = None
         if isinstance(reader, LocalReader) and self._resized is None:
             self._native = Native.of(spec, probed, self.transform, reader.source)
+        self._ahead: ReadAhead | None = None
+        if isinstance(reader, LocalReader):
+            reader.ahead = self._ahead = ReadAhead.of(spec, reader.source, self.stream)
+            if self._native is not None:
+                self._native.ahead = self._ahead
+        self._given: Slot | None = None  # what a function per batch is given
+        if probed.given is not None:
+            self._given = probed.given.views(np.empty(probed.given.nbytes, np.uint8))
 
     def warm_up(self) -> None:
         """Compile or load what the first batch would otherwise wait for: that time belongs to the start."""
         order.warm_up()
         if self.spec.transform.resize is not None:
             resize.prepare()
+        one = np.empty((1, *self.probe.sample_shape), self.probe.made.pixels)
         if self._resized is not None:
-            self._resized.warm_up(self.probe.layout.pixels)
+            self._resized.warm_up(self.probe.made.pixels)
         else:
-            shape, one = self.probe.record_shape, np.zeros(1, np.int64)
-            draws = philox.draw(0, 0, one, one, (one, one), mirror=True, random_crop=False)
-            self.transform.fill(
-                [np.zeros(shape, np.uint8)], draws, np.empty((1, *self.probe.sample_shape), self.probe.layout.pixels)
-            )
+            nothing = np.zeros(1, np.int64)
+            draws = philox.draw(0, 0, nothing, nothing, (nothing, nothing), mirror=True, random_crop=False)
+            self.transform.fill([np.zeros(self.probe.record_shape, np.uint8)], draws, one)
+        if self._jpeg is not None:
+            self._jpeg.warm_up(one[0])
         if self._native is not None:
-            self._native.warm_up(self.probe.layout)
+            self._native.warm_up(self.probe.made)
+        if self._given is not None:
+            self.transform.finish(one, np.empty(one.shape, self.probe.layout.pixels))
         if self.spec.fingerprints != "off":
             scratch = np.zeros((2, self.probe.layout.nbytes // 2), np.uint8)
             hashing.ordered(scratch)
@@ -264,19 +151,25 @@ class BatchMaker:
         if spec.phase == "TEST":
             flags |= Flag.TEST_PHASE
         tags = {"step": step, "epoch": epoch, "slot": index, "flags": flags}
-        raw = self._native.make(items, slot, recorder, tags) if self._native is not None else None
+        if self._ahead is not None:
+            self._ahead.turn(step, items)
+        made = slot if self._given is None else self._before_function(self._given, slot)
+        raw = self._native.make(items, made, recorder, tags) if self._native is not None else None
         ids: NDArray[np.int64] = items.records
         records: list[Record] = []
         labels: list[Any] = []
+        blank: Collection[int] = ()
         if raw is None:
-            ids, records, labels = self._make_generally(items, slot, tags)
+            ids, records, labels, blank = self._make_generally(items, made, tags)
         elif slot.bad_count is not None:
             slot.bad_count[0] = 0
-        with recorder.span(Stage.COLLATE, items=count, nbytes=slot.samples(count).nbytes, **tags):
+        if made is not slot:
             if raw is None:
-                for label, record in zip(labels, records, strict=True):
-                    check_label(label, self.probe.layout.label_width, record)
-                slot.labels[:count] = labels
+                self._collate(labels, records, made)
+            self._call_on_batch(made, slot, ids, step, blank, tags)
+        with recorder.span(Stage.COLLATE, items=count, nbytes=slot.samples(count).nbytes, **tags):
+            if raw is None and made is slot:
+                self._collate(labels, records, slot)
             slot.ids[:count] = ids
             slot.epochs[:count] = items.epochs
             hashes: dict[str, int] = {}
@@ -286,13 +179,54 @@ class BatchMaker:
                 )
         return Made(step, epoch, count, hashes)
 
+    def _collate(self, labels: list[Any], records: list[Record], slot: Slot) -> None:
+        for label, record in zip(labels, records, strict=True):
+            check_label(label, self.probe.made.label_width, record)
+        slot.labels[: len(labels)] = labels
+
+    @staticmethod
+    def _before_function(given: Slot, slot: Slot) -> Slot:
+        """Where samples are made for a function per batch: pixels lie in the feed's slot where that takes them."""
+        given = replace(given, bad=slot.bad, bad_count=slot.bad_count)
+        return replace(given, data=slot.data) if slot.data.dtype == given.data.dtype == np.uint8 else given
+
+    def _call_on_batch(
+        self, made: Slot, slot: Slot, ids: NDArray[np.int64], step: int, blank: Collection[int], tags: dict[str, int]
+    ) -> None:
+        """The user's function on a batch that was made, and what it returns into the slot of the feed."""
+        function, count, place = self.transform.batch_function, len(ids), self.spec.place(step)
+        assert function is not None
+        own = {**tags, "flags": tags["flags"] | Flag.OWN_CODE}
+        with self.recorder.span(Stage.FUNCTION, items=count, nbytes=made.data[:count].nbytes, **own):
+            samples, labels = function.on_batch(
+                made.data[:count], made.labels[:count], tags["epoch"], place,
+                lambda: f"the batch of step {step}, epoch {tags['epoch']}: {numbers(ids)} of {self.spec.source}", ids,
+            )  # fmt: skip
+        width = labels.shape[1] if labels.ndim == 2 else 0
+        if width != self.probe.layout.label_width:
+            kinds = [
+                f"float32, {size} a sample" if size else "integers" for size in (self.probe.layout.label_width, width)
+            ]
+            raise TransformError(
+                f"the transform function {function.name} returned labels of another kind for the batch of step {step} "
+                "than for the first record alone",
+                expected=kinds[0],
+                found=kinds[1],
+            )
+        with self.recorder.span(Stage.AUGMENT, items=count, nbytes=slot.data[:count].nbytes, **tags):
+            self.transform.finish(samples, slot.data[:count])
+            slot.labels[:count] = labels
+            for i in blank:
+                slot.data[i] = 0
+
     def _make_generally(
         self, items: Items, slot: Slot, tags: dict[str, int]
-    ) -> tuple[NDArray[np.int64], list[Record], list[Any]]:
-        """The data of any records into the slot; returns the numbers of those that were used, they and their labels."""
+    ) -> tuple[NDArray[np.int64], list[Record], list[Any], Collection[int]]:
+        """The data of any records into the slot; returns the numbers of those that were used, they and their labels,
+        and at which places are samples of zeros."""
         spec, recorder, transform, count = self.spec, self.recorder, self.transform, len(items)
         records: list[Any] = self._read(items.records, tags)
-        images: list[Any] = []
+        images: list[np.ndarray | None] = []  # None: the sample lies in the slot
         labels: list[Any] = []
         failed: dict[int, StallscopeError] = {}
         data = slot.samples(count) if self._fitted is None else slot.data  # else its shape is not known yet
@@ -304,7 +238,7 @@ class BatchMaker:
                     image, label = sample(record, epochs[i], data[i])
                 except RECORD_ERRORS as error:
                     if self._stops:
-                        error.hint = error.hint or _TRY
+                        error.hint = error.hint or TRY
                         raise
                     failed[len(images)] = error
                     images.append(None)
@@ -312,7 +246,7 @@ class BatchMaker:
                 else:
                     images.append(image)
                     labels.append(label)
-            span.nbytes = sum(image.nbytes for image in images if image is not None)
+            span.nbytes = sum(data[i].nbytes if image is None else image.nbytes for i, image in enumerate(images))
         ids = items.records
         if not self._stops:
             assert slot.bad is not None
@@ -325,63 +259,74 @@ class BatchMaker:
 
         if self._fitted is not None:
             assert slot.shape is not None
+            assert images[0] is not None
             transform = self._fitted.to(images[0].shape, records[0])
             slot.shape[:] = transform.sample_shape
             data = slot.samples(count)
-        with recorder.span(Stage.AUGMENT, items=count, nbytes=data.nbytes, **tags):
-            if transform.function is not None:
+        if transform.function is not None:
+            own = {**tags, "flags": tags["flags"] | Flag.OWN_CODE}
+            with recorder.span(Stage.FUNCTION, items=count, **own) as span:
                 for i, record in enumerate(records):
-                    if i in blank:
+                    image = images[i]
+                    if i in blank or image is None:
                         continue
-                    image, labels[i] = transform.apply_function(
-                        images[i], labels[i], int(items.epochs[i]), record.index, record
-                    )
+                    span.nbytes += image.nbytes
+                    image, labels[i] = transform.function.on_image(image, labels[i], epochs[i], record.index, record)
                     transform.check(image.shape, record)
                     images[i] = image
-                    if self._resized is not None:
-                        self._resized.put(image, record, epochs[i], data[i])
-            if self._resized is not None:
-                for i in blank:
-                    data[i] = 0
-                return ids, records, labels
-            _, height, width = transform.sample_shape
-            spare = (
-                np.fromiter((image.shape[1] - height for image in images), np.int64, count),
-                np.fromiter((image.shape[2] - width for image in images), np.int64, count),
-            )
-            draws = philox.draw(
-                spec.seed, spec.phase_number, items.epochs, ids, spare,
-                mirror=spec.transform.mirror, random_crop=bool(spec.transform.crop) and spec.phase == "TRAIN",
-            )  # fmt: skip
-            if spec.pixels == "uint8":
-                for image, record in zip(images, records, strict=True):
-                    transform.check_pixels(image, record)
-            transform.fill(images, draws, data)
+        with recorder.span(Stage.AUGMENT, items=count, nbytes=data.nbytes, **tags):
+            self._augment(transform, images, records, items.epochs, ids, data)
             for i in blank:
                 data[i] = 0
+        return ids, records, labels, blank
 
-        return ids, records, labels
+    def _augment(
+        self, transform: Transform, images: list[np.ndarray | None], records: list[Any], epochs: NDArray[np.int64],
+        ids: NDArray[np.int64], data: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Samples of all images that are not in the slot yet."""
+        left = [i for i, image in enumerate(images) if image is not None]
+        rest = [image for image in images if image is not None]
+        if not left:
+            return
+        if self._resized is not None:
+            for i, image in zip(left, rest, strict=True):
+                self._resized.put(image, records[i], int(epochs[i]), data[i])
+            return
+        if data.dtype == np.uint8:
+            for i, image in zip(left, rest, strict=True):
+                transform.check_pixels(image, records[i])
+        if len(left) == len(images):
+            transform.fill(rest, transform.draws(rest, epochs, ids), data)
+            return
+        for i, image in zip(left, rest, strict=True):
+            one = slice(i, i + 1)
+            transform.fill([image], transform.draws([image], epochs[one], ids[one]), data[one])
 
-    def _sample(self, record: Any, epoch: int, out: np.ndarray) -> tuple[np.ndarray, Any]:
+    def _sample(self, record: Any, epoch: int, out: np.ndarray) -> tuple[np.ndarray | None, Any]:
         """Image and label of what :meth:`_read` gave, checked as far as the record itself is to blame.
 
-        With a resized crop and no user function before it, the image is the sample: it is made in ``out``.
+        Instead of the image None, where the sample was made in ``out``: with a resized crop, and of a JPEG file.
         """
         if isinstance(record, StallscopeError):
             raise record
         transform = self.spec.transform
+        label = None
         if self._resized is not None and self.transform.function is None:
             label = self._resized.sample(record, epoch, out)
+        elif self._jpeg is not None:
+            label = self._jpeg.sample(record, epoch, out)
+        if label is not None:
             if not self._stops:
-                check_label(label, self.probe.layout.label_width, record)
-            return out, label
+                check_label(label, self.probe.made.label_width, record)
+            return None, label
         image, label = decoded(record, transform.color, self.spec.max_pixels, transform.resize)
         if self._fitted is not None:
             self._fitted.to(image.shape, record)
         elif self.transform.function is None:
             self.transform.check(image.shape, record)
         if self.transform.function is None and not self._stops:
-            check_label(label, self.probe.layout.label_width, record)
+            check_label(label, self.probe.made.label_width, record)
         return image, label
 
     def _read(self, indices: NDArray[np.int64], tags: dict[str, int]) -> list[Any]:
@@ -401,7 +346,8 @@ class BatchMaker:
             return error
 
     def _mend(
-        self, items: Items, failed: dict[int, StallscopeError], found: Found, records: list[Any], images: list[Any],
+        self, items: Items, failed: dict[int, StallscopeError], found: Found, records: list[Any],
+        images: list[np.ndarray | None],
         labels: list[Any], ids: NDArray[np.int64], data: np.ndarray, tags: dict[str, int],
     ) -> None:  # fmt: skip
         """Put stand-ins or blanks where samples could not be made, and write down which and why.
@@ -444,7 +390,7 @@ class BatchMaker:
         """The label of a record whose image is blanked. Raises ``error`` where it has none that can be read."""
         try:
             label = label_alone(record) if not isinstance(record, StallscopeError) else None
-            check_label(label, self.probe.layout.label_width, record)
+            check_label(label, self.probe.made.label_width, record)
         except RECORD_ERRORS:
             error.hint = "on_bad_record: zero keeps labels, and this one cannot be read; try on_bad_record: skip"
             raise error from None

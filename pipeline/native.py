@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from datasets.errors import DatasetCorrupt
 from pipeline import philox
+from pipeline.readahead import ReadAhead
 from pipeline.spec import FeedSpec
 from pipeline.transforms import NO_MEAN, Transform
 from profiler.events import Stage
@@ -48,8 +49,9 @@ class Native:
         channels, height, width = probed.record_shape
         any_size = bool(spec.transform.crop) and transform.mean.shape[1:] == (1, 1)
         self._shape = np.array([channels, 0, 0] if any_size else [channels, height, width], np.int64)
-        self._random = bool(spec.transform.crop) and spec.phase == "TRAIN"
+        self._random = transform.random_crop
         self._missed = 0
+        self.ahead: ReadAhead | None = None
 
     @staticmethod
     def of(spec: FeedSpec, probed: Probe, transform: Transform, source: Source) -> Native | None:
@@ -57,10 +59,12 @@ class Native:
         from datasets.leveldb_source import LevelDbSource
         from datasets.lmdb_source import LmdbSource
 
-        layout, asked = probed.layout, spec.transform
+        layout, asked = probed.made, spec.transform
         if type(source) not in (LmdbSource, LevelDbSource) or layout.label_width or layout.room:
             return None
-        if asked.python is not None or asked.resize is not None:
+        if layout.pixels == "float32" and layout is not probed.layout:
+            return None  # floats for a function per batch, before mean and scale
+        if transform.function is not None or asked.resize is not None:
             return None
         return Native(spec, probed, transform, source)  # type: ignore[arg-type]
 
@@ -82,6 +86,8 @@ class Native:
                 words = philox.block_1(
                     spec.seed, spec.phase_number, philox.CROP_AND_MIRROR, items.epochs, items.records
                 )
+            if self.ahead is not None:
+                self.ahead.announce()
             try:
                 self._source.check()
                 taken, nbytes = self._call(items.records, words, slot, raw, times)

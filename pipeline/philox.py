@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 CROP_AND_MIRROR = 0
 USER_FUNCTION = 1
 RESIZED_CROP = 4
+BATCH_FUNCTION = 5
 PHASES = {"TRAIN": 0, "TEST": 1}
 
 MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
@@ -99,8 +100,26 @@ def draw(
     return Draws(flips, h_off, w_off)
 
 
-def generator(seed: int, phase: int, epoch: int, record: int) -> np.random.Generator:
-    """The ``rng`` of a user's transform for one sample."""
+def draw_one(
+    seed: int, phase: int, epoch: int, record: int, spare: tuple[int, int], *, mirror: bool, random_crop: bool
+) -> tuple[int, int, bool]:
+    """Row and column of the crop of one sample, and whether it is mirrored: what :func:`draw` gives for it."""
+    rows, columns = spare
+    if not (mirror or random_crop):
+        return rows // 2, columns // 2, False
+    from pipeline.kernels import draw_one  # numba loads here, at the first batch
+
+    words = draw_one(
+        np.uint64(seed & _MASK), np.uint64(phase), np.uint64(CROP_AND_MIRROR), np.uint64(epoch), np.uint64(record)
+    )
+    flip = bool(words[0] & 1) and mirror
+    if not random_crop:
+        return rows // 2, columns // 2, flip
+    return words[1] % (rows + 1), words[2] % (columns + 1), flip
+
+
+def generator(seed: int, phase: int, epoch: int, record: int, stream: int = USER_FUNCTION) -> np.random.Generator:
+    """The ``rng`` of a user's transform for one sample; with BATCH_FUNCTION, for a batch (``record``: its place)."""
     key = np.array([seed & _MASK, phase], np.uint64)
-    counter = np.array([0, USER_FUNCTION, epoch, record], np.uint64)
+    counter = np.array([0, stream, epoch, record], np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))

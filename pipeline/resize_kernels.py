@@ -14,27 +14,14 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from pipeline import philox
-from pipeline.kernels import _high, _pixels
+from pipeline.kernels import _pixels, philox_block
 from profiler.jit import njit
 
 TRIES = 10
-_M0, _M1 = (np.uint64(number) for number in philox.MULTIPLIERS)
-_W0, _W1 = (np.uint64(number) for number in philox.WEYL)
-_ROUNDS = philox.ROUNDS
 _MIRROR, _STREAM = np.uint64(philox.CROP_AND_MIRROR), np.uint64(philox.RESIZED_CROP)
 _ONE = np.int32(2048)  # weights have 11 fractional bits, as in datasets.resize
 _FOUR, _SIXTEEN, _TWO, _UNIT = np.int32(4), np.int32(16), np.int32(2), np.uint64(1)
 _FRACTION = np.uint64(11)
-
-
-@njit
-def _block(seed, phase, turn, stream, epoch, record):
-    c0, c1, c2, c3, k0, k1 = turn, stream, epoch, record, seed, phase
-    for _ in range(_ROUNDS):
-        c0, c1, c2, c3 = _high(_M1, c2) ^ c1 ^ k0, _M1 * c2, _high(_M0, c0) ^ c3 ^ k1, _M0 * c0
-        k0 += _W0
-        k1 += _W1
-    return c0, c1, c2, c3
 
 
 @njit
@@ -47,9 +34,9 @@ def draw(seed, phase, epoch, record, height, width, areas, ratios, roots, mirror
     areas: shares of the picture, lowest and highest. ratios: width to height, lowest and highest. roots: float64[53],
     (highest / lowest) ** (1/2, 1/4, 1/8, ...): their products are powers that no library for mathematics rounds.
     """
-    box[4] = np.int64(_block(seed, phase, _UNIT, _MIRROR, epoch, record)[0] & _UNIT) if mirror else 0
+    box[4] = np.int64(philox_block(seed, phase, _UNIT, _MIRROR, epoch, record)[0] & _UNIT) if mirror else 0
     for turn in range(1, TRIES + 1):
-        c0, c1, c2, c3 = _block(seed, phase, np.uint64(turn), _STREAM, epoch, record)
+        c0, c1, c2, c3 = philox_block(seed, phase, np.uint64(turn), _STREAM, epoch, record)
         share = areas[0] + (areas[1] - areas[0]) * (np.float64(c0 >> _FRACTION) / 9007199254740992.0)
         ratio, word = ratios[0], c1 >> _FRACTION
         for place in range(53):

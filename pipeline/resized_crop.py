@@ -75,7 +75,7 @@ class ResizedCrop:
         asked = self._asked
         part = decode.part(
             datum, record, self._spec.transform.color, self._chooser(epoch, record.index),
-            extent=asked.decode, size=asked.size, max_pixels=self._spec.max_pixels,
+            extent=self._spec.transform.decode, size=asked.size, max_pixels=self._spec.max_pixels,
         )  # fmt: skip
         self._resize(part, out, record)
         return label_of(record, datum)

@@ -71,6 +71,8 @@ def run(config: Config, *, address: str | None = None) -> int:
             begun = job is not None and job.step > job.first_step
             if begun or not place.undo():
                 _end(folder, {"state": "failed", "error": _in_words(error)}, job, recorded)
+            if job is not None and (kept := job.last_snapshot) is not None:
+                display.say(f"the last snapshot is {kept}: run.if_exists: resume goes on from it")
             raise
         display.stop()
         _end(folder, outcome, job, recorded)

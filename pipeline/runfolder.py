@@ -15,17 +15,15 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from datasets.errors import DatasetCorrupt
-from datasets.paired import PairedRecord
 from datasets.source import Source
 from pipeline import checkpoint
 from pipeline.checkpoint import Found
 from pipeline.config import Config
+from pipeline.content import content
 from profiler import store
 from profiler.errors import StallscopeError, UsageError
 from profiler.osread import boot_id
 
-_PROBES = 16  # records read to tell one data set from another
 _PARTS = ("events", "fingerprints", "samples", "snapshots", "memory")
 _JOB_COPY = "runtime_resources/working_dir_files"  # where Ray unpacks the working directory of a submitted job
 
@@ -210,25 +208,8 @@ def _bad_records(config: Config) -> dict[str, Any]:
 
 
 def data_identity(source: Source, *, tolerant: bool = False) -> dict[str, Any]:
-    """What the source says of itself, and ``content``: a hash of keys and values spread over it.
-
-    The same records give the same ``content`` whichever database they lie in, so a run may move from one to another.
-    tolerant: a record that cannot be read is one of them, and no reason to stop before the first step.
-    """
-    records = len(source)
-    digest = hashlib.sha256(str(records).encode())
-    for index in sorted({round(i * (records - 1) / (_PROBES - 1)) for i in range(_PROBES)}) if records else ():
-        try:
-            record = source.read(index)
-        except DatasetCorrupt:
-            if not tolerant:
-                raise
-            digest.update(b"record %d cannot be read" % index)
-            continue
-        digest.update(hashlib.sha256(record.key).digest() + hashlib.sha256(record.value).digest())
-        if isinstance(record, PairedRecord):
-            digest.update(hashlib.sha256(record.label_value).digest())
-    return {**source.identity(), "content": digest.hexdigest()}
+    """What the source says of itself, and ``content``: see :func:`pipeline.content.content`."""
+    return {**source.identity(), "content": content(source, tolerant=tolerant)}
 
 
 def versions() -> dict[str, str]:

@@ -10,6 +10,7 @@ from datasets import datum as datums
 from datasets import decode
 from datasets.datum import Datum, DatumError
 from datasets.errors import DatasetCorrupt
+from datasets.image_file import kind_of
 from datasets.paired import PairedRecord
 from datasets.resize import resize
 from datasets.source import Record
@@ -46,6 +47,12 @@ def decoded(
     if size is not None:
         image = _resized(record, image, size)
     return image, label_of(record, datum)
+
+
+def holds_jpeg(record: Record) -> bool:
+    """Whether a sound record says that it holds an image file, and that is a JPEG."""
+    datum = datums.parse(record.value, record)
+    return datum.encoded and kind_of(datum.data) == "jpeg"
 
 
 def label_of(record: Record, datum: Datum) -> Any:

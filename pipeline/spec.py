@@ -26,13 +26,11 @@ class ResizedCropSpec:
     ----------
     size: side of the square that it becomes, in pixels.
     scale: least and largest share of the image's area. ratio: least and largest ratio of width to height.
-    decode: how much of an image file is decoded: docs/images.md.
     """
 
     size: int
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    decode: Literal["full", "region", "scaled"] = "full"
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,11 @@ class TransformSpec:
     mean_file: path of a BlobProto with the mean image, of the size of the uncropped image.
     scale: factor applied after the mean.
     color: ``"color"`` (three channels, BGR), ``"gray"`` (one channel) or None (as stored).
-    python: ``module:function``, called as ``f(image, label, rng)`` before the crop.
+    python: ``module:function``, called as ``f(image, label, rng)`` before the crop; one that is marked with
+        ``pipeline.per_batch``, as ``f(images, labels, rng)`` after crop and mirror.
     resize: (height, width) that each image is brought to when it is decoded, bilinear as in OpenCV; None: as it is.
     resized_crop: in the crop's place (which is 0 then).
+    decode: how much of an image file is decoded for a crop: docs/images.md.
     """
 
     crop: int = 0
@@ -61,12 +61,34 @@ class TransformSpec:
     python: str | None = None
     resize: tuple[int, int] | None = None
     resized_crop: ResizedCropSpec | None = None
+    decode: Literal["full", "region", "scaled"] = "full"
 
     def __post_init__(self) -> None:
+        check_decode("transform", self.decode, self.crop, self.resized_crop is not None, self.resize is not None)
         if not isinstance(self.crop, int) or isinstance(self.crop, bool) or self.crop < 0:
             raise UsageError("crop is out of range", expected="an integer, 0 or more (pixels)", found=repr(self.crop))
         if self.color not in ("color", "gray", None):
             raise UsageError("unknown color", expected="color, gray or None (as stored)", found=repr(self.color))
+
+
+def check_decode(name: str, decode: str, crop: int, resized: bool, resize: bool) -> None:
+    """Raise :class:`UsageError` where less than a whole picture cannot be decoded. name: of the transform."""
+    if decode not in ("full", "region", "scaled"):
+        raise UsageError(f"unknown {name}.decode", expected="full, region or scaled", found=repr(decode))
+    if decode == "full" or resized:
+        return
+    if not crop or resize:
+        raise UsageError(
+            f"{name}.decode: {decode} needs {name}.crop or {name}.random_resized_crop" + ", and no resize" * resize,
+            expected="decode: full, or one of the two",
+            hint="resizing takes all pixels of the picture" if resize else "without it the whole picture is asked for",
+        )
+    if decode == "scaled":
+        raise UsageError(
+            f"{name}.decode: scaled cannot go with {name}.crop",
+            expected="decode: full or region, or random_resized_crop",
+            hint="a crop takes pixels of the picture as they are; a picture decoded in fewer pixels has others",
+        )
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -284,8 +306,8 @@ def feed_spec(
                 part.size or transform.crop,
                 (part.scale[0], part.scale[1]),
                 (part.ratio[0], part.ratio[1]),
-                transform.decode,
             ),
+            decode=transform.decode,
         ),
         cycle=cycle,
         origin=origin,

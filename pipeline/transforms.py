@@ -6,27 +6,23 @@ image is indexed at the place of the pixel before crop and mirror, as Caffe does
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.philox import Draws, generator
+from pipeline import philox
+from pipeline.functions import OwnFunction, TransformError
 from pipeline.spec import TransformSpec
-from profiler.errors import StallscopeError, UsageError, is_users_own
+from profiler.errors import UsageError
 
-Function = Callable[[np.ndarray, Any, np.random.Generator], tuple[np.ndarray, Any]]
+__all__ = ["NO_MEAN", "Shape", "Transform", "TransformError", "load_mean"]
+
 Shape = tuple[int, int, int]
 
 
 NO_MEAN = np.empty((0, 0, 0), np.float32)
 """For the compiled loops: leave the pixels as they are."""
-
-
-class TransformError(StallscopeError):
-    """An image does not fit the transform, or a user's transform failed."""
 
 
 class Transform:
@@ -43,7 +39,13 @@ class Transform:
             raise UsageError("mean_value and mean_file exclude each other", hint="remove one of the two")
         self.spec = spec
         self.seed, self.phase = seed, phase
-        self.function = load_function(spec.python) if spec.python else None
+        own = OwnFunction.load(spec.python, seed, phase) if spec.python else None
+        batched = own is not None and own.per_batch
+        self.function = None if batched else own
+        """The user's, on each image before the crop."""
+        self.batch_function = own if batched else None
+        """The user's, on the samples of a batch before mean and scale."""
+        self._check_function()
         self.scale = np.float32(spec.scale)
         self._mean_image = load_mean(spec.mean_file) if spec.mean_file else None
         self.mean = np.zeros((1, 1, 1), np.float32)
@@ -52,6 +54,25 @@ class Transform:
         self.sample_shape: Shape = (0, 0, 0)
         self._first = ""
         self._fitting: Shape | None = None  # a shape known to pass check(): that of nearly every record
+
+    def _check_function(self) -> None:
+        spec = self.spec
+        if self.function is not None and spec.decode != "full":
+            raise UsageError(
+                f"transform.decode: {spec.decode} cannot go with transform.python, a function on each image",
+                expected="decode: full, or a function marked with pipeline.per_batch",
+                found=spec.python,
+                hint="the function is given the whole picture, before a part of it is chosen",
+            )
+        moved = spec.crop or spec.mirror
+        if self.batch_function is not None and spec.mean_file and moved:
+            raise UsageError(
+                "a function per batch (transform.python) cannot go with a mean image where samples are cropped or "
+                "mirrored",
+                expected="mean_value, or a function on each image",
+                found=f"{spec.python} with {spec.mean_file}",
+                hint="the mean of a pixel depends on where it was before the crop, which a sample does not say",
+            )
 
     def fit(self, shape: Shape, where: object) -> Shape:
         """Take the shape of the first image; returns the shape (C, h, w) of a sample.
@@ -132,48 +153,30 @@ class Transform:
                 hint="feed.pixels: float32",
             )
 
-    def apply_function(
-        self, image: np.ndarray, label: Any, epoch: int, record: int, where: object
-    ) -> tuple[np.ndarray, Any]:
-        """Call the user's function on one image with its own random numbers.
+    def draws(self, images: Sequence[np.ndarray], epochs: np.ndarray, records: np.ndarray) -> philox.Draws:
+        """What chance decides for crop and mirroring of these images [C, H, W], of records in epochs."""
+        _, height, width = self.sample_shape
+        spare = (
+            np.fromiter((image.shape[1] - height for image in images), np.int64, len(images)),
+            np.fromiter((image.shape[2] - width for image in images), np.int64, len(images)),
+        )
+        return philox.draw(
+            self.seed, self.phase, epochs, records, spare, mirror=self.spec.mirror, random_crop=self.random_crop
+        )  # fmt: skip
 
-        Raises :class:`TransformError` naming function and record where it fails or returns something else than
-        ``(image, label)`` with an image uint8 or float32 [C, H, W].
-        """
-        if self.function is None:
-            return image, label
-        name = self.spec.python
-        image = np.array(image)  # the function may write into its image, but not into the stored record
-        try:
-            result = self.function(image, label, generator(self.seed, self.phase, epoch, record))
-        except BaseException as error:
-            if not is_users_own(error):
-                raise
-            raise TransformError(
-                f"the transform function {name} failed on {where}: {type(error).__name__}: {error}",
-                hint=f"call it on this record alone: it came with label {label}, epoch {epoch}",
-            ) from error
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], np.ndarray)):
-            raise TransformError(
-                f"the transform function {name} returned something else than (image, label) for {where}",
-                expected="a tuple of an array [C, H, W] and a label",
-                found=type(result).__name__,
-            )
-        changed, label = result
-        if changed.ndim != 3 or changed.dtype not in (np.uint8, np.float32):
-            raise TransformError(
-                f"the transform function {name} returned an image that cannot be used for {where}",
-                expected="uint8 or float32, [C, H, W]",
-                found=f"{changed.dtype}, {list(changed.shape)}",
-            )
-        return np.ascontiguousarray(changed), label
+    @property
+    def random_crop(self) -> bool:
+        """Whether the place of a crop is left to chance."""
+        return bool(self.spec.crop) and self.phase == philox.PHASES["TRAIN"]
 
-    def fill(self, images: Sequence[np.ndarray], draws: Draws, out: np.ndarray) -> None:
-        """Write a batch of checked images into ``out``, float32[B, C, h, w]; uint8: cropped and mirrored only.
+    def fill(self, images: Sequence[np.ndarray], draws: philox.Draws, out: np.ndarray) -> None:
+        """Write a batch of checked images into ``out``, float32[B, C, h, w]; cropped and mirrored only where it is
+        uint8 or a function per batch comes first.
 
         One compiled call for uint8 images; float images take the NumPy reference, which gives the same bits.
         """
-        if any(image.dtype != np.uint8 for image in images):
+        floats = any(image.dtype != np.uint8 for image in images)
+        if floats or (self._cuts_only(out) and out.dtype != np.uint8):
             self.fill_numpy(images, draws, out)
             return
         from pipeline.kernels import fill  # numba loads here, at the first batch
@@ -186,7 +189,7 @@ class Transform:
         mean = self.mean if out.dtype == np.float32 else NO_MEAN
         fill(addresses, heights, widths, draws.h_off, draws.w_off, draws.mirror, mean, self.scale, out)
 
-    def fill_numpy(self, images: Sequence[np.ndarray], draws: Draws, out: np.ndarray) -> None:
+    def fill_numpy(self, images: Sequence[np.ndarray], draws: philox.Draws, out: np.ndarray) -> None:
         """The reference of :meth:`fill` in plain NumPy."""
         _, height, width = self.sample_shape
         whole = self.mean.shape[1:] != (1, 1)
@@ -194,29 +197,36 @@ class Transform:
             top, left = int(draws.h_off[index]), int(draws.w_off[index])
             window = np.s_[:, top : top + height, left : left + width]
             values = image[window]
-            if out.dtype == np.float32:
+            if not self._cuts_only(out):
                 values = (values.astype(np.float32) - (self.mean[window] if whole else self.mean)) * self.scale
             out[index] = values[:, :, ::-1] if draws.mirror[index] else values
 
+    def _cuts_only(self, out: np.ndarray) -> bool:
+        return out.dtype == np.uint8 or self.batch_function is not None
 
-def load_function(name: str) -> Function:
-    """The function ``module:function``. Raises :class:`UsageError` naming what cannot be found."""
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UsageError(
-            f"transform.python: the module '{module_name}' cannot be imported: {error}",
-            hint="start from the folder it lies in, or put that folder on PYTHONPATH",
-        ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise UsageError(
-            f"transform.python: there is no function '{attribute}' in {module_name}",
-            expected="module:function",
-            found=name,
-        )
-    return function
+    def finish(self, samples: np.ndarray, out: np.ndarray) -> None:
+        """Mean and scale of samples [B, C, h, w] that a function per batch gave back, into ``out`` of that shape.
+
+        Raises :class:`TransformError` for floats where ``out`` is of uint8, which holds pixels without mean and scale.
+        """
+        if out.dtype == np.uint8:
+            self.check_pixels(samples, f"what {self.spec.python} returned")
+            if samples.__array_interface__["data"] != out.__array_interface__["data"] or samples.strides != out.strides:
+                np.copyto(out, samples)
+        elif samples.dtype == np.uint8:
+            from pipeline.kernels import fill  # numba loads here, at the first batch
+
+            samples, (count, _, height, width) = np.ascontiguousarray(samples), samples.shape
+            first, each = samples.__array_interface__["data"][0], samples[:1].nbytes
+            nothing = np.zeros(count, np.int64)
+            fill(
+                np.uint64(first) + np.arange(count, dtype=np.uint64) * np.uint64(each),
+                np.full(count, height, np.int64), np.full(count, width, np.int64), nothing, nothing,
+                np.zeros(count, np.bool_), self.mean, self.scale, out,
+            )  # fmt: skip
+        else:
+            np.subtract(samples, self.mean, out=out)
+            np.multiply(out, self.scale, out=out)
 
 
 def load_mean(path: str) -> NDArray[np.float32]:

@@ -19,7 +19,8 @@ WHERE_TEXT = {
     "storage": "waiting for storage: pages and reads that were not in memory",
     "read": "reading: look-up and parsing of records, or a Python data layer's read()",
     "decode": "decoding of images",
-    "augment": "augmentation (crop, mirror, own transform)",
+    "augment": "augmentation: crop, mirror, mean and scale",
+    "function": "your own function in the transform (data.transform.python)",
     "collate": "collating samples into the batch",
     "transfer": "moving records or batches between processes",
     "h2d": "host-to-device copy that compute did not hide",
@@ -88,7 +89,7 @@ def label(where: str, why: str, side: str = "data") -> str:
         return {"unknown": "unattributed", "gc": "gc of the loop"}[where]
     if where == "unknown" and why in ("fault", "cold_start", "scheduling"):
         return {"fault": "a lost worker", "cold_start": "start-up", "scheduling": "late hand-offs"}[why]
-    return where.replace("_", " ")
+    return "own function" if where == "function" else where.replace("_", " ")
 
 
 def text(key: Key, setting: Setting) -> str:
@@ -261,7 +262,9 @@ def _for_place(where: str, model: Model, parts: list[Model], timeline: Timeline,
         "storage": "keep the data in memory or on a faster disk, set data.order.shuffle: block",
         "read": "make records smaller (datasets.convert --resize, --encode-type jpg), or a data layer's read() cheaper",
         "decode": "store images decoded if they are not (datasets.convert without --encoded)",
-        "augment": "make the transform cheaper (data.transform.python)",
+        "augment": "use a smaller data.transform.crop, or feed.pixels: uint8: mean and scale are left to the device",
+        "function": "make your function (data.transform.python) cheaper: one call of NumPy for a batch "
+        "(pipeline.per_batch) costs less than one for each image",
         "collate": "use a smaller data.train.batch or data.transform.crop",
         "transfer": "convert to LMDB (datasets.convert --backend lmdb), which each worker reads for itself",
     }

@@ -51,6 +51,7 @@ class Stage(IntEnum):
     TRANSFER = 25  # records or batches crossing a process border (owner actor, object store)
     SLOT_WAIT = 26  # no free slot: back-pressure
     LEASE_WAIT = 27  # no work to do
+    FUNCTION = 28  # the user's own function, on each image or on the batch; runs before it had this in AUGMENT
     # device lanes
     COPY = 40  # a copy on the copy engine, hidden or not
     DEVICE = 41  # device busy with a step's compute
@@ -83,8 +84,8 @@ PART_OF_STAGE: dict[Stage, str] = {
 }
 
 WHERE = (
-    "storage", "read", "decode", "augment", "collate", "transfer", "h2d", "compute", "sync", "cpu_contention", "gc",
-    "alloc", "host", "checkpoint", "unknown",
+    "storage", "read", "decode", "augment", "function", "collate", "transfer", "h2d", "compute", "sync",
+    "cpu_contention", "gc", "alloc", "host", "checkpoint", "unknown",
 )  # fmt: skip
 WHY = ("throughput", "straggler", "cold_start", "backpressure", "scheduling", "fault")
 

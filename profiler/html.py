@@ -33,7 +33,7 @@ STAGE_COLOURS = {
     "backward": "#004d7a", "update": "#5aa9d6", "compute": COLOURS["compute"], "sync": COLOURS["sync"],
     "host": COLOURS["host"], "test": COLOURS["test"], "checkpoint": COLOURS["checkpoint"], "alloc": COLOURS["alloc"],
     "gc": COLOURS["gc"], "batch": "#8a8a8a", "read": "#117733", "decode": "#aa4499", "augment": "#ddb310",
-    "collate": "#44aa99", "transfer": "#882255", "slot_wait": "#bdbdbd", "lease_wait": "#d9d9d9",
+    "function": "#ff7f50", "collate": "#44aa99", "transfer": "#882255", "slot_wait": "#bdbdbd", "lease_wait": "#d9d9d9",
     "copy": COLOURS["h2d"], "device": COLOURS["compute"], "start": "#555555", "restart": "#a50026",
 }  # fmt: skip
 CAUSE_COLOURS = {

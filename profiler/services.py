@@ -20,8 +20,9 @@ from profiler.events import Flag, Kind, Stage
 from profiler.timeline import PART, Nesting, Timeline, is_span, nest, resolve_open
 
 CAUSES = (
-    "storage", "read", "decode", "augment", "collate", "transfer", "h2d", "sync", "cpu_contention", "gc",
-    "alloc", "host", "checkpoint", "unknown", "startup", "fault", "handoff", "unattributed", "trainer_gc", "profiler",
+    "storage", "read", "decode", "augment", "function", "collate", "transfer", "h2d", "sync", "cpu_contention",
+    "gc", "alloc", "host", "checkpoint", "unknown", "startup", "fault", "handoff", "unattributed", "trainer_gc",
+    "profiler",
 )  # fmt: skip
 CAUSE = {name: index for index, name in enumerate(CAUSES)}
 PLACE = {"unattributed": "unknown", "trainer_gc": "gc", "profiler": "host"}
@@ -30,16 +31,16 @@ SIDE = {
     "profiler": "profiler",
 }
 """Whose time a cause takes: the loop's own or the profiler's in it; all others are waiting for data ("data")."""
-FEED_CAUSES = ("storage", "read", "decode", "augment", "collate", "transfer")
+FEED_CAUSES = ("storage", "read", "decode", "augment", "function", "collate", "transfer")
 _OF_STAGE = {
-    Stage.READ: "read", Stage.DECODE: "decode", Stage.AUGMENT: "augment", Stage.COLLATE: "collate",
-    Stage.TRANSFER: "transfer", Stage.GC: "gc", Stage.BATCH: "unknown",
+    Stage.READ: "read", Stage.DECODE: "decode", Stage.AUGMENT: "augment", Stage.FUNCTION: "function",
+    Stage.COLLATE: "collate", Stage.TRANSFER: "transfer", Stage.GC: "gc", Stage.BATCH: "unknown",
 }  # fmt: skip
 _OF_PART = {
     "h2d": "h2d", "sync": "sync", "host": "host", "checkpoint": "checkpoint", "alloc": "alloc", "gc": "trainer_gc",
     "unattributed": "unattributed",
 }  # fmt: skip
-_MAKING = (Stage.READ, Stage.DECODE, Stage.AUGMENT, Stage.COLLATE)
+_MAKING = (Stage.READ, Stage.DECODE, Stage.AUGMENT, Stage.FUNCTION, Stage.COLLATE)
 BLOCK = 512
 """Bytes of a block as ``ru_inblock`` counts them."""
 _LATE_NS = 1_000_000  # a batch "ready" up to this much after it was taken is a clock reading, not another batch
@@ -155,10 +156,11 @@ def batches(events: np.ndarray, timeline: Timeline) -> Batches:
     service[:, CAUSE["unknown"]] -= short
     service *= ((ready - t0) / np.maximum(service.sum(axis=1), 1))[:, None]
     order = np.argsort(t0, kind="stable")
-    stage_spans = worker[np.isin(worker["stage"], [int(s) for s in _OF_STAGE if s not in (Stage.GC, Stage.BATCH)])]
+    inner = [int(stage) for stage in _OF_STAGE if stage not in (Stage.GC, Stage.BATCH)]
+    stage_spans = worker[np.isin(worker["stage"], inner)]
     if not len(stage_spans):
         own = timeline.nesting.events[inline]
-        stage_spans = own[(own["stage"] >= Stage.READ) & (own["stage"] <= Stage.TRANSFER)]
+        stage_spans = own[np.isin(own["stage"], inner)]
     coverage = (
         {n: float((stage_spans[n] >= 0).mean()) for n in ("cpu_ns", "runq_ns", "inblock", "major_faults")}
         if len(stage_spans)

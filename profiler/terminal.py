@@ -34,8 +34,9 @@ _PROCESSES = 4
 """Processes whose memory is listed one by one."""
 _OF_NETS = ("used", "reserved", "largest_free")
 _MAKING = {
-    "storage": "storage wait", "read": "read", "decode": "decode", "augment": "augment", "collate": "collate",
-    "transfer": "transfer", "cpu_contention": "waiting for a CPU", "gc": "gc", "unknown": "other",
+    "storage": "storage wait", "read": "read", "decode": "decode", "augment": "augment",
+    "function": "own function", "collate": "collate", "transfer": "transfer",
+    "cpu_contention": "waiting for a CPU", "gc": "gc", "unknown": "other",
 }  # fmt: skip
 
 

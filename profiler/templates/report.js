@@ -261,7 +261,7 @@
           const title = [long, words(stage)].find((text) => width > 7 * text.length + 10);
           if (title && stage !== "batch") {
             const label = node("text", { x: x0 + 5, y: 37 + row * (lane + 18) + lane / 2 + 4 }, title);
-            label.style.fill = pale.has(stage) ? "var(--fg)" : ["augment", "gc", "host", "h2d", "copy", "alloc", "collate"].includes(stage) ? "#111" : "#fff";
+            label.style.fill = pale.has(stage) ? "var(--fg)" : ["augment", "function", "gc", "host", "h2d", "copy", "alloc", "collate"].includes(stage) ? "#111" : "#fff";
             svg.append(label);
           }
         }

@@ -172,7 +172,7 @@ def test_a_step_fed_instantly_shows_no_stall(tmp_path: Path) -> None:
         assert _steady_ms(folder, "feed_wait") < 0.05 * STEP_MS
         assert document["au"] > 0.8
         assert "waited" not in document["headline"], "nobody waited for data"
-        places = ("storage", "read", "decode", "augment")
+        places = ("storage", "read", "decode", "function", "augment")
         feed = [seconds for place, seconds in _warm(document).items() if place in places]
         assert sum(feed) < 0.02 * document["wall_s"]
 
@@ -192,17 +192,17 @@ def test_a_slow_feed_shows_the_stall_where_it_is(tmp_path: Path, engine: str) ->
         )  # fmt: skip
         assert done.code == 0, done.err + done.out
         document = _check_partition(folder / "run")
-        assert "for data: augment" in document["headline"]
+        assert "for data: own function" in document["headline"]
         return document
 
     def times(folder: Path, document: dict[str, Any]) -> None:
         assert _steady_ms(folder, "feed_wait") == pytest.approx(expected, rel=0.25)
         warm = _warm(document)
-        assert warm["augment"] > 0.8 * sum(warm.values()), document["stalls"]
-        assert warm["augment"] == pytest.approx(expected * 1e-3 * document["steps"], rel=0.25)
-        kind = ("augment", "throughput")
+        assert warm["function"] > 0.8 * sum(warm.values()), document["stalls"]
+        assert warm["function"] == pytest.approx(expected * 1e-3 * document["steps"], rel=0.25)
+        kind = ("function", "throughput")
         (main,) = [stall for stall in document["stalls"] if (stall["where"], stall["why"]) == kind]
-        assert main["seconds"] > 0.9 * warm["augment"]
+        assert main["seconds"] > 0.9 * warm["function"]
 
     _in_one_of_three(run, times, tmp_path)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline import per_batch
 from pipeline.process import Process
 from pipeline.ring import Blocked, Ring, RingAddress
 
@@ -134,3 +135,47 @@ def without_cupy(image: np.ndarray, label: Any, rng: np.random.Generator) -> tup
 
         assert not ray.is_initialized() or not ray.get_gpu_ids()
     return image, label
+
+
+@per_batch
+def mixes(images: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Mixup: floats, and labels of two numbers."""
+    share = np.float32(rng.random())
+    other = rng.permutation(len(images))
+    mixed = share * images.astype(np.float32) + (1 - share) * images[other].astype(np.float32)
+    return mixed, np.stack([labels, labels[other]], axis=1).astype(np.float32)
+
+
+@per_batch
+def scrambles(images: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Writes where it was given, and returns a view that is none of a whole array."""
+    images ^= rng.integers(0, 256, images.shape, dtype=np.uint8)
+    labels += 1000
+    return images[:, :, ::-1], labels
+
+
+@per_batch
+def wrongs(images: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> Any:
+    """What label 1 to 9 of the second record say is done wrong: the first batch, of one record, is sound."""
+    if len(labels) == 1:
+        return images, labels
+    floats = images.astype(np.float32)
+    floats[1, 0, 2, 1] = np.nan
+    return {
+        1: lambda: images[:-1], 2: lambda: (images[:-1], labels), 3: lambda: (images.astype(np.float64), labels),
+        4: lambda: (floats, labels), 5: lambda: (images, labels[:-1]), 6: lambda: (images, labels.astype(np.float64)),
+        7: lambda: (images, labels.astype(np.int64) + 2**31), 8: lambda: 1 / 0,
+        9: lambda: (images, np.zeros((len(labels), 2), np.float32)),
+    }.get(int(labels[1]), lambda: (images, labels))()  # fmt: skip
+
+
+def returns_nan(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    return np.full(image.shape, np.nan, np.float32), label
+
+
+@per_batch
+def fails_at_last(images: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Sound until a file of that name is there."""
+    if os.path.exists(os.environ.get("STALLSCOPE_TEST_FAIL", "")):
+        raise ArithmeticError("enough")
+    return images, labels

@@ -70,6 +70,8 @@ def test_batches_of_caffe(case: str, way: str, monkeypatch: pytest.MonkeyPatch) 
         # Words that give Caffe's draws: a bit for the mirror, offsets that are what is left of a division by more.
         words = np.array(draws, np.uint64)[:, [0, 1, 2, 0]]
         monkeypatch.setattr(philox, "block_1", lambda *arguments: words[arguments[-1]])  # by record
+        places = {i: (int(top), int(left), bool(flip)) for i, (flip, top, left) in enumerate(draws)}
+        monkeypatch.setattr(philox, "draw_one", lambda seed, phase, epoch, record, spare, **_: places[record])
     spec = FeedSpec(
         f"tests/data/db/{database}", len(first), phase="TEST" if draws is None else "TRAIN", depth=1,
         stop_step=len(caffes["labels"]), transform=TransformSpec(**transform),

@@ -272,10 +272,10 @@ def test_a_slow_stage_is_named(tmp_path: Path) -> None:
     rows = store.load_run(tmp_path / "run").events.to_pylist()
     took = {
         stage: sum(row["t1_ns"] - row["t0_ns"] for row in rows if (row["stage"], row["kind"]) == (stage, Kind.SPAN))
-        for stage in (Stage.READ, Stage.DECODE, Stage.AUGMENT)
+        for stage in (Stage.READ, Stage.DECODE, Stage.FUNCTION, Stage.AUGMENT)
     }
-    assert took[Stage.AUGMENT] > 3 * 4 * 1e6  # three batches of four, a millisecond each
-    assert took[Stage.AUGMENT] > took[Stage.READ] + took[Stage.DECODE]
+    assert took[Stage.FUNCTION] > 3 * 4 * 1e6  # three batches of four, a millisecond each
+    assert took[Stage.FUNCTION] > took[Stage.READ] + took[Stage.DECODE]
 
 
 def test_a_producer_that_ends_without_a_word_is_an_error_within_seconds(tmp_path: Path) -> None:

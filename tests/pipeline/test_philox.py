@@ -74,3 +74,17 @@ def test_central_crop_without_chance() -> None:
 def test_users_generator_is_stream_one(epoch: int, record: int) -> None:
     rng = philox.generator(9, 1, epoch, record)
     assert rng.bit_generator.random_raw() == oracle(9, 1, 1, epoch, record)[0]
+
+
+@pytest.mark.parametrize("mirror", [False, True])
+@pytest.mark.parametrize("random_crop", [False, True])
+def test_one_sample_draws_what_it_draws_in_a_batch(mirror: bool, random_crop: bool) -> None:
+    records, epochs = np.arange(40) * 12_345, np.arange(40) // 3
+    spare = (np.arange(40), 2 * np.arange(40))
+    for seed, phase in ((2**63 + 5, 0), (0, 1)):
+        draws = philox.draw(seed, phase, epochs, records, spare, mirror=mirror, random_crop=random_crop)
+        for i in range(40):
+            one = philox.draw_one(
+                seed, phase, int(epochs[i]), int(records[i]), (i, 2 * i), mirror=mirror, random_crop=random_crop
+            )
+            assert one == (draws.h_off[i], draws.w_off[i], draws.mirror[i])

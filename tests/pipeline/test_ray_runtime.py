@@ -77,6 +77,7 @@ def test_a_ray_of_our_own_is_stopped_on_every_way_out(monkeypatch: pytest.Monkey
     assert (options["address"], options["num_cpus"], options["include_dashboard"]) == ("local", 3, False)
     assert fake.seen["OMP_NUM_THREADS"] == fake.seen["NUMBA_NUM_THREADS"] == "1"
     assert str(Path.cwd()) in fake.seen["PYTHONPATH"].split(":")
+    assert "runtime_env" not in options, "case E11: nothing is uploaded"
     assert dict(os.environ) == before  # the trainer's own environment is as it was
 
 
@@ -122,6 +123,7 @@ def test_a_cluster_is_joined_with_the_workers_environment(monkeypatch: pytest.Mo
     assert options["address"] == "auto"
     assert "num_cpus" not in options
     assert options["runtime_env"]["env_vars"]["OPENBLAS_NUM_THREADS"] == "1"
+    assert set(options["runtime_env"]) == {"env_vars"}, "case E11: nothing is uploaded"
 
 
 def test_what_a_submitted_job_sets_is_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:

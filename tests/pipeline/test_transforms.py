@@ -159,9 +159,11 @@ def test_unreadable_mean_files_are_named(tmp_path: Path, content: bytes | None) 
 def test_user_function_gets_its_own_copy_and_its_own_random_numbers() -> None:
     transform = ready((1, 4, 4), python="tests.pipeline.functions:noise")
     image = np.zeros((1, 4, 4), np.uint8)
-    first = transform.apply_function(image, 3, 0, 8, "record 8")
-    again = transform.apply_function(image, 3, 0, 8, "record 8")
-    other = transform.apply_function(image, 3, 1, 8, "record 8")
+    function = transform.function
+    assert function is not None
+    first = function.on_image(image, 3, 0, 8, "record 8")
+    again = function.on_image(image, 3, 0, 8, "record 8")
+    other = function.on_image(image, 3, 1, 8, "record 8")
     assert not image.any()
     np.testing.assert_array_equal(first[0], again[0])
     assert first[1] == again[1]
@@ -173,13 +175,15 @@ def test_user_function_gets_its_own_copy_and_its_own_random_numbers() -> None:
     [
         ("breaks_on_label_7", "ArithmeticError: seven is right out"),
         ("leaves", "SystemExit: enough"),
-        ("returns_nothing", "something else than (image, label)"),
+        ("returns_nothing", "something else than a pair"),
     ],
 )
 def test_failing_user_function_is_named_with_the_record(name: str, text: str) -> None:
     transform = ready((1, 4, 4), python=f"tests.pipeline.functions:{name}")
+    function = transform.function
+    assert function is not None
     with pytest.raises(TransformError) as caught:
-        transform.apply_function(np.zeros((1, 4, 4), np.uint8), 7, 0, 8, "record 8 of set")
+        function.on_image(np.zeros((1, 4, 4), np.uint8), 7, 0, 8, "record 8 of set")
     assert text in str(caught.value)
     assert name in str(caught.value)
     assert "record 8 of set" in str(caught.value)

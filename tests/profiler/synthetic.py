@@ -20,7 +20,7 @@ from profiler.events import EVENT, LATER, Flag, Kind, Stage
 
 MS = 1_000_000
 T0 = 1_000_000 * MS
-STAGES = (Stage.READ, Stage.DECODE, Stage.AUGMENT, Stage.COLLATE)
+STAGES = (Stage.READ, Stage.DECODE, Stage.FUNCTION, Stage.AUGMENT, Stage.COLLATE)
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Job:
     compute: float = 20.0
     read: float = 1.0
     decode: float = 1.0
+    function: float = 0.0  # the user's own: few jobs have one
     augment: float = 0.2
     collate: float = 0.2
     h2d: float = 0.1  # of a device that copies when it is told to; with ``copy``, an engine does
@@ -132,6 +133,8 @@ def _stage_ms(job: Job, step: int) -> dict[str, float]:
     out = {}
     for stage in STAGES:
         name = stage.name.lower()
+        if stage == Stage.FUNCTION and not job.function:
+            continue
         ms = getattr(job, name) * (1 + job.jitter * rng.uniform(-1, 1))
         out[name] = max(0.0, ms + extra.get(name, 0.0))
     return out
@@ -141,7 +144,9 @@ def _make(log: Log, job: Job, step: int, at: float, actor: int, slot: int, flags
     """Write the spans of making one batch from ``at`` on; returns when it is ready."""
     begin, used = at, 0.0
     for stage in STAGES:
-        ms = _stage_ms(job, step)[stage.name.lower()]
+        ms = _stage_ms(job, step).get(stage.name.lower())
+        if ms is None:
+            continue
         runq = min(job.runq, ms) if stage == Stage.DECODE else 0.0
         blocked = job.blocked and stage == Stage.READ
         cpu = 0.1 * ms if blocked else ms - runq

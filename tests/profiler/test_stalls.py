@@ -36,7 +36,7 @@ def test_a_feed_that_keeps_up_is_no_stall() -> None:
     assert found.slack["decode"]["slack_ms"] == pytest.approx(17.6, abs=1.0)
 
 
-@pytest.mark.parametrize("stage", ["read", "decode", "augment", "collate"])
+@pytest.mark.parametrize("stage", ["read", "decode", "function", "augment", "collate"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_slow_stage_is_named(stage: str, workers: int) -> None:
     """A 40 ms feed before a 20 ms step; with two workers twice as slow, so that it still shows."""
