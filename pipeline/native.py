@@ -54,11 +54,8 @@ class Native:
     @staticmethod
     def of(spec: FeedSpec, probed: Probe, transform: Transform, source: Source) -> Native | None:
         """For this feed, or None where its batches need Python for each record."""
-        from datasets.leveldb_source import LevelDbSource
-        from datasets.lmdb_source import LmdbSource
-
         layout, asked = probed.layout, spec.transform
-        if type(source) not in (LmdbSource, LevelDbSource) or layout.label_width or layout.room:
+        if type(source).__name__ not in ("LmdbSource", "LevelDbSource") or layout.label_width or layout.room:
             return None
         if asked.python is not None or asked.resize is not None:
             return None
