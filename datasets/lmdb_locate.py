@@ -14,7 +14,7 @@ import numpy as np
 from datasets import lmdb_walk
 from datasets.key_index import DenseKeys, KeyIndex
 from datasets.lmdb_file import BIGDATA, HEADER, LmdbFile, Meta, Tree
-from datasets.lmdb_pages import Leaf, Pages
+from datasets.lmdb_pages import WORTH_ARRAYS, Leaf, Pages
 
 MOST_CELLS = 40 << 16
 """Records of a database whose places are remembered: 2.5 Mi, in 40 MiB."""
@@ -23,8 +23,6 @@ PLAIN = 512
 asks for a few."""
 FEW = 8
 """Up to so many records are located one by one: arrays would cost more."""
-_WORTH_ARRAYS = 12
-"""Records of a page from which on arrays take less time than a loop."""
 _FAR = 1 << 44  # no page lies so far out: its first byte still fits into 63 bits
 
 
@@ -142,7 +140,7 @@ class Locator:
 
 def cells_of(leaf: Leaf, meta: Meta) -> Sequence[int]:
     """Two numbers a record of a page: what :class:`Locator` keeps; zeros where a place cannot be right."""
-    if len(leaf.places) >= _WORTH_ARRAYS:
+    if len(leaf.places) >= WORTH_ARRAYS:
         return _cells_of_many(leaf, meta).tolist()
     page, base = leaf.page, leaf.number * meta.page_size
     cells = []

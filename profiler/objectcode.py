@@ -47,7 +47,7 @@ _NUMBERS: dict[str, tuple[tuple[type, ...], Any, str, Callable[[Any], Any]]] = {
 }
 _RESULTS = {"bool": ctypes.c_bool, "int64": ctypes.c_int64, "uint64": ctypes.c_uint64, "float64": ctypes.c_double}
 _OF_PROCESSOR = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
-_INT64 = range(-(1 << 63), 1 << 63)
+_LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
 _ARRAY = id(np.ndarray)
 
 # Of PyArrayObject and PyArray_Descr, as numba's own unboxing reads them.
@@ -149,7 +149,7 @@ class Native:
         self._call = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, *kinds, ctypes.c_void_p)(address)
         self._count = len(parameters)
         self._numbers = [
-            (place, _NUMBERS[name][0], _NUMBERS[name][3], name == "int64")
+            (place, _NUMBERS[name][0], _NUMBERS[name][3])
             for place, name in enumerate(parameters)
             if name != "array"
         ]
@@ -164,9 +164,9 @@ class Native:
         given: Any = args
         if self._numbers:
             given = list(args)
-            for place, types, number, small in self._numbers:
+            for place, types, number in self._numbers:
                 value = args[place]
-                if type(value) not in types or (small and value not in _INT64):
+                if type(value) not in types or (type(value) is int and not _LOWEST <= value <= _HIGHEST):
                     return MISS
                 given[place] = number(value)
         if self._result is None:
