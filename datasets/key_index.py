@@ -111,9 +111,9 @@ class _Building:
     def add(self, chunk: list[bytes]) -> None:
         if self.records == 0:
             self.dense = DenseKeys(len(chunk[0]), int(chunk[0]), 0) if chunk[0].isdigit() else None
-        if self.dense is not None:
-            if not _consecutive(chunk, self.dense.width, self.dense.first + self.records):
-                self.dense = None
+        dense = self.dense
+        if dense is not None and not _consecutive(chunk, dense.width, dense.first + self.records):
+            self.dense = None
         self.waiting += chunk[-self.records % self.stride :: self.stride]
         self.records += len(chunk)
         self._flush(whole=False)

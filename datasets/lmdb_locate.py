@@ -143,7 +143,7 @@ def cells_of(leaf: Leaf, meta: Meta) -> Sequence[int]:
     if len(leaf.places) >= WORTH_ARRAYS:
         return _cells_of_many(leaf, meta).tolist()
     page, base = leaf.page, leaf.number * meta.page_size
-    cells = []
+    cells: list[int] = []
     for place in leaf.places:
         size = int.from_bytes(page[place : place + 4], "little")
         key_size = page[place + 6] | page[place + 7] << 8

@@ -68,7 +68,7 @@ class Leaf:
         if len(places) >= WORTH_ARRAYS:
             size = page[places[0] + 6] | page[places[0] + 7] << 8
             at, content = np.array(places)[:, None], np.frombuffer(page, np.uint8)
-            if size and (content[at + [6, 7]] == [size & 255, size >> 8]).all():
+            if size and (content[at + np.array((6, 7))] == [size & 255, size >> 8]).all():
                 text = content[at + np.arange(8, 8 + size)].tobytes()
                 return [text[start : start + size] for start in range(0, len(text), size)]
         return [_key(page, place) for place in places]

@@ -80,7 +80,6 @@ class Native:
                     spec.seed, spec.phase_number, philox.CROP_AND_MIRROR, items.epochs, items.records
                 )
             try:
-                self._source.check()
                 taken, nbytes = self._call(items.records, words, slot, raw, times)
                 self._source.check()  # before that, nobody can have given away what was read
             except DatasetCorrupt:
@@ -138,6 +137,7 @@ class _LevelDb:
     def make(self, records: NDArray[np.int64], *rest: Any) -> tuple[int, int]:
         from pipeline.native_kernels import make_from_tables
 
+        self._source.check()
         located = self._source.locate(records)
         if located is None:
             return 0, 0

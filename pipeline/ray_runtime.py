@@ -196,7 +196,9 @@ def _needed_servers_only() -> Iterator[None]:
     def missing() -> Exception:
         return ImportError("not wanted")
 
-    wanted = [(Node, name, nothing) for name in ("start_monitor", "start_api_server", "start_log_monitor")]
+    wanted: list[tuple[Any, str, Any]] = [
+        (Node, name, nothing) for name in ("start_monitor", "start_api_server", "start_log_monitor")
+    ]
     wanted.append((utils, "get_dashboard_dependency_error", missing))
     with contextlib.ExitStack() as stack:
         for home, name, instead in wanted:

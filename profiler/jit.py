@@ -84,12 +84,14 @@ class Kernel:
             return self._natives
 
     def _keep(self) -> None:
-        """For other processes: the dispatcher has it here."""
+        """For other processes: this one has the dispatcher."""
+        from profiler import objectcode_keep
+
         folder = _cache_folder(self.py_func, self._packages)
         with _LOCK:
             if folder is not None and objectcode.usable():
                 for compiled in list(self._dispatcher.overloads.values())[-1:]:
-                    objectcode.keep(folder, self._name, compiled)
+                    objectcode_keep.keep(folder, self._name, compiled)
 
     @property
     def _name(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ Loaded = Callable[..., list[objectcode.Native]]
 
 
 @pytest.fixture
-def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loaded]:
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
     """Compiles a kernel for arguments, and gives what another process would load."""
     monkeypatch.setenv("STALLSCOPE_CACHE", str(tmp_path))
 
@@ -70,7 +70,7 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loaded]:
         fresh(kernel)(*args)
         return list(fresh(kernel)._kept())
 
-    yield compiled
+    return compiled
 
 
 def fresh(kernel: Kernel) -> Kernel:
