@@ -142,13 +142,12 @@ class Later:
     def __call__(self, *args: Any) -> Any:
         raise TypeError("this is called by kernels only")
 
-    @staticmethod
-    def settle(names: dict[str, Any]) -> None:
-        """Put the things themselves in their places: what intrinsics name, then they."""
-        for kind in (Later, _Intrinsic):
-            for name, value in list(names.items()):
-                if type(value) is kind:
-                    names[name] = value._make()
+    @classmethod
+    def settle(cls, names: dict[str, Any]) -> None:
+        """Put the things themselves in their places."""
+        for name, value in list(names.items()):
+            if type(value) is cls:
+                names[name] = value._make()
 
 
 class _Intrinsic(Later):
@@ -156,6 +155,7 @@ class _Intrinsic(Later):
         def make() -> Any:
             from numba.extending import intrinsic as numbas
 
+            Later.settle(define.__globals__)
             return numbas(define)
 
         super().__init__(make)
@@ -205,7 +205,8 @@ def cache_root() -> Path:
 def _compile(py_func: Callable[..., Any], options: dict[str, Any], packages: tuple[str, ...]) -> Any:
     import numba
 
-    Later.settle(py_func.__globals__)
+    for kind in (Later, _Intrinsic):  # what intrinsics name, then they
+        kind.settle(py_func.__globals__)
     folder = _cache_folder(py_func, packages) if options["cache"] else None
     if folder is None:
         return numba.njit(**{**options, "cache": False})(py_func)
