@@ -52,6 +52,7 @@ RESULTS: dict[str, Any] = {
     "float64": ctypes.c_double,
 }
 _OF_PROCESSOR = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
+_NO_MATTER = ("NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER", "NUMBA_CACHE_DIR")  # for code; workers have the first set
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
 _ARRAY = id(np.ndarray)
 
@@ -139,7 +140,9 @@ def environment() -> str:
     except OSError:
         said = [platform.processor()]
     parts += [line for line in said if line.startswith(_OF_PROCESSOR)]
-    parts += sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("NUMBA_"))
+    parts += sorted(
+        f"{name}={value}" for name, value in os.environ.items() if name.startswith("NUMBA_") and name not in _NO_MATTER
+    )
     return "\n".join(parts)
 
 

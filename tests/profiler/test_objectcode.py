@@ -199,6 +199,9 @@ def test_settings_of_numbas_and_its_switch(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
     assert folder() != plain
     assert objectcode.usable()
+    monkeypatch.delenv("NUMBA_CPU_NAME")
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "1")  # as worker processes have it: they use what the trainer compiled
+    assert folder() == plain
     monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
     assert not objectcode.usable()
     monkeypatch.undo()
