@@ -8,17 +8,17 @@ DCT algorithms with 11 multiplications", ICASSP 1989; libjpeg-turbo's jidctint.c
 
 from __future__ import annotations
 
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from profiler.jit import Later, intrinsic, later
+
+ir, types = later("llvmlite.ir"), later("numba.types")
 
 CONST_BITS, PASS1_BITS = 13, 2
 LARGEST_SUM = 5900
 """Sum of the absolute values of a block's coefficients, up to which no 16-bit step of libjpeg-turbo's own vector code
 overflows: (32767 / 2**PASS1_BITS) / (sqrt(2) cos(pi / 16))."""
 
-_I8, _I32 = ir.IntType(8), ir.IntType(32)
-_ROW = ir.VectorType(_I32, 8)
+_I8, _I32 = Later(lambda: ir.IntType(8)), Later(lambda: ir.IntType(32))
+_ROW = Later(lambda: ir.VectorType(_I32, 8))
 
 
 @intrinsic

@@ -1,6 +1,6 @@
 """Compiled loops of :mod:`datasets.jpeg`: headers, Huffman codes and colours of baseline JPEG files.
 
-Importing this file imports numba: do it at first use. The bytes are not trusted: every read is bounded, and whatever is
+The bytes are not trusted: every read is bounded, and whatever is
 not entirely regular makes a function say so, which leaves the file to libjpeg-turbo.
 """
 # mypy: disallow_untyped_defs=False
@@ -8,12 +8,11 @@ not entirely regular makes a function say so, which leaves the file to libjpeg-t
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic
 
 from datasets.jpeg_blocks import LARGEST_SUM, inverse
-from profiler.jit import njit
+from profiler.jit import intrinsic, later, njit
+
+ir, carray, types = later("llvmlite.ir"), later("numba.carray"), later("numba.types")
 
 LOOK = 11
 """Bits that are looked up at once: 8 KB a table, of which a photograph uses four."""
@@ -135,7 +134,7 @@ def _long(word, table, limits, offsets, symbols):
 @njit
 def unstuff(address, length, start, plain):
     """Copy the coded data without its stuffing zeros. Returns its length, and the marker that ends it (or 0)."""
-    view = carray(_bytes_at(address), (length,), np.uint8)  # type: ignore[call-arg]
+    view = carray(_bytes_at(address), (length,), np.uint8)
     at, to, base, target = start, 0, address, np.uint64(plain.ctypes.data)
     while True:
         while at + 8 <= length:
@@ -189,7 +188,7 @@ def scan(
                     coefficients[:] = 0
                 factors = np.uint64(used[component, 0])
                 table = np.uint64(used[component, 1])
-                bits |= _word_at(here) >> n  # type: ignore[call-arg]
+                bits |= _word_at(here) >> n
                 here += (_63 - n) >> _3
                 n |= _56
                 entry = np.int64(entries[table, bits >> _LOOK])

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 
+import numpy as np
+
 MOST_BYTES = 16
 """Bytes a record that an index may take, once there are more than a few thousand records."""
 _CHUNK = 4096
@@ -109,10 +111,9 @@ class _Building:
     def add(self, chunk: list[bytes]) -> None:
         if self.records == 0:
             self.dense = DenseKeys(len(chunk[0]), int(chunk[0]), 0) if chunk[0].isdigit() else None
-        if self.dense is not None:
-            width, start = self.dense.width, self.dense.first + self.records
-            if chunk != [b"%0*d" % (width, start + place) for place in range(len(chunk))]:
-                self.dense = None
+        dense = self.dense
+        if dense is not None and not _consecutive(chunk, dense.width, dense.first + self.records):
+            self.dense = None
         self.waiting += chunk[-self.records % self.stride :: self.stride]
         self.records += len(chunk)
         self._flush(whole=False)
@@ -149,6 +150,17 @@ class _Building:
             self.waiting += keys[place % 2 :: 2]
             self._flush(whole=False)
             start, place = end, place + len(keys)
+
+
+def _consecutive(keys: Sequence[bytes], width: int, first: int) -> bool:
+    """Whether keys are the numbers from ``first`` on, padded to ``width``."""
+    if set(map(len, keys)) != {width} or first + len(keys) > 10**width:
+        return False
+    if width > 18:  # no int64
+        return list(keys) == [b"%0*d" % (width, first + place) for place in range(len(keys))]
+    numbers = np.arange(first, first + len(keys))[:, None]
+    digits = numbers // 10 ** np.arange(width - 1, -1, -1) % 10
+    return b"".join(keys) == (digits + ord("0")).astype(np.uint8).tobytes()
 
 
 def _pack(keys: Sequence[bytes]) -> bytes:

@@ -6,7 +6,7 @@ fit into 40 MiB nothing is remembered but the branch pages: each look-up reads t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from datasets import lmdb_walk
 from datasets.key_index import DenseKeys, KeyIndex
 from datasets.lmdb_file import BIGDATA, HEADER, LmdbFile, Meta, Tree
-from datasets.lmdb_pages import Leaf, Pages
+from datasets.lmdb_pages import WORTH_ARRAYS, Leaf, Pages
 
 MOST_CELLS = 40 << 16
 """Records of a database whose places are remembered: 2.5 Mi, in 40 MiB."""
@@ -138,9 +138,12 @@ class Locator:
         return offset, rest & 0xFFFFFFFF, key_offset, key_length
 
 
-def cells_of(leaf: Leaf, meta: Meta) -> Iterator[int]:
+def cells_of(leaf: Leaf, meta: Meta) -> Sequence[int]:
     """Two numbers a record of a page: what :class:`Locator` keeps; zeros where a place cannot be right."""
+    if len(leaf.places) >= WORTH_ARRAYS:
+        return _cells_of_many(leaf, meta).tolist()
     page, base = leaf.page, leaf.number * meta.page_size
+    cells: list[int] = []
     for place in leaf.places:
         size = int.from_bytes(page[place : place + 4], "little")
         key_size = page[place + 6] | page[place + 7] << 8
@@ -152,12 +155,28 @@ def cells_of(leaf: Leaf, meta: Meta) -> Iterator[int]:
             sound = 2 <= overflow <= min(meta.last_page + 1 - pages, lmdb_walk.MOST_PAGE - 1)
         else:
             sound = start + size <= len(page)
-        if sound and base < lmdb_walk.MOST_OFFSET:
-            yield base + place + 8 | key_size << 48
-            yield size | overflow << 32
-        else:
-            yield 0
-            yield 0
+        sound = sound and base < lmdb_walk.MOST_OFFSET
+        cells += (base + place + 8 | key_size << 48, size | overflow << 32) if sound else (0, 0)
+    return cells
+
+
+def _cells_of_many(leaf: Leaf, meta: Meta) -> np.ndarray:
+    """:func:`cells_of` by whole arrays: half of the time that opening a database of few large records takes."""
+    page, base = np.frombuffer(leaf.page + bytes(8), np.uint8), leaf.number * meta.page_size
+    places = np.array(leaf.places, np.int64)
+    heads = page[places[:, None] + np.arange(8)]
+    sizes, key_sizes = heads.view("<u4")[:, 0].astype(np.int64), heads.view("<u2")[:, 3].astype(np.int64)
+    starts = places + 8 + key_sizes
+    elsewhere = (heads[:, 4] & BIGDATA) != 0
+    numbers = page[starts[:, None] + np.arange(8)].view("<u8")[:, 0]
+    most = np.maximum(meta.last_page + 1 + (-(HEADER + sizes) // meta.page_size), 0)
+    there = (numbers >= 2) & (numbers <= np.minimum(most, lmdb_walk.MOST_PAGE - 1).astype(np.uint64))
+    sound = np.where(elsewhere, there, starts + sizes <= len(leaf.page)) & (base < lmdb_walk.MOST_OFFSET)
+    cells = np.zeros((len(places), 2), np.uint64)
+    cells[:, 0] = (base + places + 8) | key_sizes << 48
+    cells[:, 1] = sizes.astype(np.uint64) | np.where(elsewhere, numbers, 0) << np.uint64(32)
+    cells[~sound] = 0
+    return cells.reshape(-1)
 
 
 def _frozen(content: object, kind: type[np.generic]) -> np.ndarray:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import mmap
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+import numpy as np
 
 from datasets.errors import DatasetChanged, NotADataset
 from datasets.lmdb_file import (
@@ -39,6 +41,8 @@ from datasets.source import show_key
 
 MAX_NAMED = 64
 """Names of databases that an error lists."""
+WORTH_ARRAYS = 12
+"""Nodes of a page from which on arrays take less time than a loop."""
 _KIND_NAMES = {BRANCH: "a branch", LEAF: "a leaf", OVERFLOW: "an overflow page", META: "a meta page"}
 _DEEPEST = 32  # pages on the way to a leaf, as in LMDB's own cursor
 
@@ -60,7 +64,14 @@ class Leaf:
 
     def keys(self) -> list[bytes]:
         """The keys of the page, in its order."""
-        return [_key(self.page, place) for place in self.places]
+        page, places = self.page, self.places
+        if len(places) >= WORTH_ARRAYS:
+            size = page[places[0] + 6] | page[places[0] + 7] << 8
+            at, content = np.array(places)[:, None], np.frombuffer(page, np.uint8)
+            if size and (content[at + np.array((6, 7))] == [size & 255, size >> 8]).all():
+                text = content[at + np.arange(8, 8 + size)].tobytes()
+                return [text[start : start + size] for start in range(0, len(text), size)]
+        return [_key(page, place) for place in places]
 
 
 class Pages:
@@ -356,9 +367,20 @@ def nodes(page: bytes) -> tuple[list[int], str]:
     lower, upper = struct.unpack_from("<HH", page, 12)
     offsets = struct.unpack_from(f"<{(lower - HEADER) // 2}H", page, HEADER)
     size = len(page)
+    if len(offsets) >= WORTH_ARRAYS:
+        return _nodes_of_many(page, offsets, upper)
     good = [at for at in offsets if upper <= at <= size - 8 and at + 8 + (page[at + 6] | page[at + 7] << 8) <= size]
     bad = len(offsets) - len(good)
     return good, f"{bad} of its {len(offsets)} nodes cannot lie on it" if bad else ""
+
+
+def _nodes_of_many(page: bytes, offsets: Sequence[int], upper: int) -> tuple[list[int], str]:
+    """:func:`nodes` by whole arrays."""
+    at, content = np.array(offsets), np.frombuffer(page, np.uint8)
+    good = at[(upper <= at) & (at <= len(page) - 8)]
+    good = good[good + 8 + (content[good + 6] | content[good + 7].astype(np.int64) << 8) <= len(page)]
+    bad = len(offsets) - len(good)
+    return good.tolist(), f"{bad} of its {len(offsets)} nodes cannot lie on it" if bad else ""
 
 
 def _key(page: bytes, place: int) -> bytes:

@@ -11,6 +11,7 @@ values, so that short orders mix well too. (Black and Rogaway, "Ciphers with arb
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -66,14 +67,20 @@ def _permute(places: Words, size: int, keys: Words) -> Words:
     """
     if size == 1:
         return places.copy()
-    a = max(math.isqrt(size - 1) + 1, _SMALLEST_HALF)
-    b = max(-(-size // a), _SMALLEST_HALF)
-    sizes = np.array([a, b, size], np.uint64)
+    sizes = _sizes_of(size)
     if _rounds_compiled.loaded:
         result = np.empty_like(places)
         _rounds_compiled(places, sizes, keys, result)
         return result
     return _rounds_numpy(places, sizes, keys)
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes_of(size: int) -> Words:
+    """The two halves of the network and the number of records."""
+    a = max(math.isqrt(size - 1) + 1, _SMALLEST_HALF)
+    b = max(-(-size // a), _SMALLEST_HALF)
+    return np.array([a, b, size], np.uint64)
 
 
 def _rounds_numpy(places: Words, sizes: Words, keys: Words) -> Words:
@@ -162,7 +169,7 @@ class Order:
         self.shuffle = shuffle
         self.block = block
         self.window = window
-        self._last: tuple[int, Words] = -1, np.empty(0, np.uint64)
+        self._last: tuple[int, Words, Words] = -1, np.empty(0, np.uint64), np.empty(0, np.uint64)
 
     def __len__(self) -> int:
         return self.count
@@ -196,6 +203,16 @@ class Order:
             return _permute(words, self.count, _mix(key ^ np.uint64(_FULL))).astype(np.int64)
         return self._unblock(self._mix_windows(words, key), key).astype(np.int64)
 
+    def run(self, epoch: int, start: int, count: int) -> NDArray[np.int64]:
+        """:meth:`records` at ``count`` consecutive places of one epoch that are known to lie in it: int64[count]."""
+        places = np.arange(start, start + count, dtype=np.uint64)
+        if self.shuffle == "none" or count == 0:
+            return places.view(np.int64)
+        key, full = self._key_of(epoch)
+        if self.shuffle == "full":
+            return _permute(places, self.count, full).view(np.int64)
+        return self._unblock(self._mix_windows(places, key), key).astype(np.int64)
+
     def replacements(
         self, epochs: NDArray[np.int64], places: NDArray[np.int64], attempt: int
     ) -> NDArray[np.int64]:  # fmt: skip
@@ -211,10 +228,15 @@ class Order:
         # Nearly always all items are of one epoch: then keys have one element and broadcast.
         if (epochs != epochs[0]).any():
             return _key(self.seed, epochs.astype(np.uint64), self.count)
-        epoch = int(epochs[0])
-        if self._last[0] != epoch:
-            self._last = epoch, _key(self.seed, epoch, self.count)
-        return self._last[1]
+        return self._key_of(int(epochs[0]))[0]
+
+    def _key_of(self, epoch: int) -> tuple[Words, Words]:
+        """The key of an epoch, and of its full permutation."""
+        last = self._last
+        if last[0] != epoch:
+            key = _key(self.seed, epoch, self.count)
+            last = self._last = epoch, key, _mix(key ^ np.uint64(_FULL))
+        return last[1], last[2]
 
     def _mix_windows(self, places: Words, key: Words) -> Words:
         """Permute the places inside each window of consecutive places; the last window may be shorter."""
@@ -332,11 +354,16 @@ class Stream:
         records = len(self.order)
         if self.tail == "wrap":
             first_epoch, first_place = divmod(step * self.batch, records)
+            if first_place + self.batch <= records:
+                return self._run(step, first_epoch, first_place, self.batch)
             beyond, places = np.divmod(first_place + np.arange(self.batch, dtype=np.int64), records)
             epochs = first_epoch + beyond
-        else:
-            epoch, number = divmod(step, self.steps_per_epoch)
-            start = number * self.batch
-            places = np.arange(start, min(start + self.batch, records), dtype=np.int64)
-            epochs = np.full(len(places), epoch, np.int64)
-        return Items(step, epochs, places, self.order.records(epochs, places))
+            return Items(step, epochs, places, self.order.records(epochs, places))
+        epoch, number = divmod(step, self.steps_per_epoch)
+        start = number * self.batch
+        return self._run(step, epoch, start, min(self.batch, records - start))
+
+    def _run(self, step: int, epoch: int, start: int, count: int) -> Items:
+        """A batch of one epoch, as nearly all are."""
+        places = np.arange(start, start + count, dtype=np.int64)
+        return Items(step, np.full(count, epoch, np.int64), places, self.order.run(epoch, start, count))

@@ -1,4 +1,4 @@
-"""Compiled loops of the feed: one call a batch. Importing this file imports numba: do it at first use.
+"""Compiled loops of the feed: one call a batch.
 
 Each has a reference in NumPy (:mod:`pipeline.philox`, :mod:`pipeline.transforms`) that gives the same bits.
 """
@@ -7,12 +7,12 @@ Each has a reference in NumPy (:mod:`pipeline.philox`, :mod:`pipeline.transforms
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, types
-from numba.extending import intrinsic
 
 from pipeline import philox
 from profiler import hashing
-from profiler.jit import CFunction, njit
+from profiler.jit import CFunction, intrinsic, later, njit
+
+carray, types = later("numba.carray"), later("numba.types")
 
 _M0, _M1 = (np.uint64(number) for number in philox.MULTIPLIERS)
 _W0, _W1 = (np.uint64(number) for number in philox.WEYL)
@@ -60,7 +60,7 @@ def _mix(x):
 def hash_of(address, length):
     """``profiler.hashing.ordered`` of a buffer that begins at a multiple of 8."""
     count = length >> _THREE
-    words = carray(_words(address), (count,), np.uint64)  # type: ignore[call-arg]
+    words = carray(_words(address), (count,), np.uint64)
     key = _POSITION
     total = np.uint64(0)
     for j in range(count):
@@ -117,7 +117,7 @@ def philox_blocks(seed, phase, stream, epochs, records, words):
 def turned(source, target, count):
     """Copy bytes from one address to another, the last one first: eight at a time."""
     whole = count >> 3
-    words = carray(_words(np.uint64(source + count - 8 * whole)), (whole,), np.uint64)  # type: ignore[call-arg]
+    words = carray(_words(np.uint64(source + count - 8 * whole)), (whole,), np.uint64)
     out = carray(_words(np.uint64(target)), (whole,), np.uint64)
     for k in range(whole):
         out[k] = _swapped(words[whole - 1 - k])
@@ -227,5 +227,5 @@ def fill(addresses, heights, widths, h_off, w_off, mirror, mean, scale, out):
     lines = room_for(out.shape[3])
     for i in range(len(addresses)):
         shape = (out.shape[1], heights[i], widths[i])
-        image = carray(_pixels(addresses[i]), shape, np.uint8)  # type: ignore[call-arg]
+        image = carray(_pixels(addresses[i]), shape, np.uint8)
         put(image, h_off[i], w_off[i], mirror[i], mean, scale, lines, out[i])

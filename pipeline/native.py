@@ -56,11 +56,8 @@ class Native:
     @staticmethod
     def of(spec: FeedSpec, probed: Probe, transform: Transform, source: Source) -> Native | None:
         """For this feed, or None where its batches need Python for each record."""
-        from datasets.leveldb_source import LevelDbSource
-        from datasets.lmdb_source import LmdbSource
-
         layout, asked = probed.made, spec.transform
-        if type(source) not in (LmdbSource, LevelDbSource) or layout.label_width or layout.room:
+        if type(source).__name__ not in ("LmdbSource", "LevelDbSource") or layout.label_width or layout.room:
             return None
         if layout.pixels == "float32" and layout is not probed.layout:
             return None  # floats for a function per batch, before mean and scale
@@ -89,7 +86,6 @@ class Native:
             if self.ahead is not None:
                 self.ahead.announce()
             try:
-                self._source.check()
                 taken, nbytes = self._call(items.records, words, slot, raw, times)
                 self._source.check()  # before that, nobody can have given away what was read
             except DatasetCorrupt:
@@ -147,6 +143,7 @@ class _LevelDb:
     def make(self, records: NDArray[np.int64], *rest: Any) -> tuple[int, int]:
         from pipeline.native_kernels import make_from_tables
 
+        self._source.check()
         located = self._source.locate(records)
         if located is None:
             return 0, 0

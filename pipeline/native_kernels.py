@@ -1,5 +1,5 @@
 """Records of an LMDB or a LevelDB into a slot, one compiled call a batch: read, parsed, cropped, mirrored and hashed
-one after the other, while each is in the cache. Importing this file imports numba: do it at first use.
+one after the other, while each is in the cache.
 
 It takes what nearly all records are, raw pixels with a label, and gives up at the first that is not: the general way
 (:mod:`pipeline.maker`) then makes the batch, or says what is wrong. So nothing here decides what an error is.

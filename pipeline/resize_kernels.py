@@ -1,4 +1,4 @@
-"""Compiled loops of random resized crops. Importing this file imports numba: do it at first use.
+"""Compiled loops of random resized crops.
 
 References: :mod:`tests.pipeline.test_resized_crop` (numpy.random.Philox, datasets.resize, Pillow's transform, PyTorch).
 """
@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic
 
 from pipeline import philox
 from pipeline.kernels import _pixels, philox_block
-from profiler.jit import njit
+from profiler.jit import intrinsic, later, njit
+
+ir, carray, types = later("llvmlite.ir"), later("numba.carray"), later("numba.types")
 
 TRIES = 10
 _MIRROR, _STREAM = np.uint64(philox.CROP_AND_MIRROR), np.uint64(philox.RESIZED_CROP)
@@ -141,7 +140,7 @@ def _across(line, places, weights, into):
     others = np.uint64(places.strides[0])
     target, stride = np.uint64(into.ctypes.data), np.uint64(into.strides[0])
     for _ in range(len(weights) // 4):
-        four_pixels(line, group, others, place, target, stride)  # type: ignore[call-arg]
+        four_pixels(line, group, others, place, target, stride)
         group += np.uint64(32)
         place += np.uint64(16)
         target += np.uint64(16)
@@ -205,10 +204,10 @@ def pack(address, row, column, out, lane):
     """One channel, with rows and columns so many bytes apart, into a lane of uint8[h, w, 4]."""
     for y in range(out.shape[0]):
         if column >= 0:
-            line = carray(_pixels(np.uint64(address)), (out.shape[1] * column + 1,), np.uint8)  # type: ignore[call-arg]
+            line = carray(_pixels(np.uint64(address)), (out.shape[1] * column + 1,), np.uint8)
             for x in range(out.shape[1]):
                 out[y, x, lane] = line[x * column]
         else:
             for x in range(out.shape[1]):
-                out[y, x, lane] = carray(_pixels(np.uint64(np.int64(address) + x * column)), (1,), np.uint8)[0]  # type: ignore[call-arg]
+                out[y, x, lane] = carray(_pixels(np.uint64(np.int64(address) + x * column)), (1,), np.uint8)[0]
         address = np.uint64(np.int64(address) + row)

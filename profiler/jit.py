@@ -1,14 +1,16 @@
 """One rule for every numba kernel of the project: compiled at the first call, cached under a key that cannot go stale.
 
 Numba's own cache looks at the file of the decorated function only, so an edit in a *callee's* file is missed and old
-machine code runs on. Here the cache folder is named after a hash of all sources of the packages involved: any edit
-means a fresh folder. Numba itself is imported at the first call, so importing a module with kernels stays cheap.
+machine code runs on. Here the cache folder is named after a hash of all sources of the packages involved, of versions
+and of the processor: any change means a fresh folder. Numba itself is imported when something has to be compiled: what
+an earlier process compiled runs without it (:mod:`profiler.objectcode`).
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import logging
 import os
 import shutil
@@ -18,6 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, overload
+
+from profiler import objectcode
 
 _LOCK = threading.RLock()  # re-entrant: compiling a kernel compiles the kernels it calls
 _OLD_AFTER_S = 30 * 24 * 3600
@@ -38,6 +42,7 @@ class Kernel:
         self._options = options
         self._packages = packages
         self._dispatcher: Any = None
+        self._natives: list[Any] | None = None  # what needs no numba: see profiler.objectcode
 
     @property
     def dispatcher(self) -> Any:
@@ -50,12 +55,47 @@ class Kernel:
 
     @property
     def loaded(self) -> bool:
-        """Whether a first call has already paid for importing numba and making the dispatcher."""
-        return self._dispatcher is not None
+        """Whether a first call has already paid for loading the kernel."""
+        return bool(self._natives) or self._dispatcher is not None
+
+    @property
+    def signatures(self) -> int:
+        """For how many kinds of arguments this process has compiled or loaded it."""
+        return len(self._natives or ()) + (0 if self._dispatcher is None else len(self._dispatcher.signatures))
 
     def __call__(self, *args: Any) -> Any:
-        dispatcher = self._dispatcher
-        return (self.dispatcher if dispatcher is None else dispatcher)(*args)
+        for native in self._kept() if self._natives is None else self._natives:
+            result = native(args)
+            if result is not objectcode.MISS:
+                return result
+        dispatcher = self.dispatcher
+        before = len(dispatcher.overloads)
+        result = dispatcher(*args)
+        if len(dispatcher.overloads) > before and self._options["cache"]:
+            self._keep()
+        return result
+
+    def _kept(self) -> list[Any]:
+        with _LOCK:
+            if self._natives is None:
+                folder = _cache_folder(self.py_func, self._packages) if self._options["cache"] else None
+                usable = folder is not None and objectcode.usable()
+                self._natives = objectcode.load(folder, self._name) if folder is not None and usable else []
+            return self._natives
+
+    def _keep(self) -> None:
+        """For other processes: this one has the dispatcher."""
+        from profiler import objectcode_keep
+
+        folder = _cache_folder(self.py_func, self._packages)
+        with _LOCK:
+            if folder is not None and objectcode.usable():
+                for compiled in list(self._dispatcher.overloads.values())[-1:]:
+                    objectcode_keep.keep(folder, self._name, compiled)
+
+    @property
+    def _name(self) -> str:
+        return f"{self.py_func.__module__}.{self.py_func.__qualname__}"
 
     @property
     def _numba_type_(self) -> Any:
@@ -85,6 +125,51 @@ class CFunction:
 
         parameters = [getattr(types, name) for name in self._parameters]
         return types.ExternalFunction(self._name, getattr(types, self._result)(*parameters))
+
+
+class Later:
+    """Something of numba's that a file of kernels names, imported when the first of them is compiled.
+
+    Kernels see the thing itself: it takes this object's place among the file's names before they are compiled.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = functools.cache(make)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._make(), name)
+
+    def __call__(self, *args: Any) -> Any:
+        raise TypeError("this is called by kernels only")
+
+    @classmethod
+    def settle(cls, names: dict[str, Any]) -> None:
+        """Put the things themselves in their places."""
+        for name, value in list(names.items()):
+            if type(value) is cls:
+                names[name] = value._make()
+
+
+class _Intrinsic(Later):
+    def __init__(self, define: Callable[..., Any]) -> None:
+        def make() -> Any:
+            from numba.extending import intrinsic as numbas
+
+            Later.settle(define.__globals__)
+            return numbas(define)
+
+        super().__init__(make)
+
+
+def later(path: str) -> Any:
+    """``numba.carray`` and the like: an attribute of a module, or a module."""
+    module, _, name = path.rpartition(".")
+    return Later(lambda: getattr(importlib.import_module(module), name))
+
+
+def intrinsic(define: Callable[..., Any]) -> Any:
+    """``numba.extending.intrinsic``, made when the first kernel that uses it is compiled."""
+    return _Intrinsic(define)
 
 
 @overload
@@ -120,6 +205,8 @@ def cache_root() -> Path:
 def _compile(py_func: Callable[..., Any], options: dict[str, Any], packages: tuple[str, ...]) -> Any:
     import numba
 
+    for kind in (Later, _Intrinsic):  # what intrinsics name, then they
+        kind.settle(py_func.__globals__)
     folder = _cache_folder(py_func, packages) if options["cache"] else None
     if folder is None:
         return numba.njit(**{**options, "cache": False})(py_func)
@@ -164,7 +251,7 @@ def _package_root(file: Path) -> Path:
 
 
 def _key(roots: tuple[Path, ...]) -> str:
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(objectcode.environment().encode())
     for root in roots:
         digest.update(_source_digest(root))
     return digest.hexdigest()[:24]

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numba  # noqa: F401  # an import, no part of the time to the first batch
-
 from benchmarks.feeds.cases import MEAN, Case
 from pipeline import Feed, load
 from pipeline.config import keys

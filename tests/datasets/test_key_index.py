@@ -83,3 +83,16 @@ def test_names_of_files_are_all_kept_in_few_bytes_where_they_are_packed():
     index = build(names(20_000), 1, 32)
     assert index.stride == 1
     assert index.nbytes < 10 * 20_000
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 21), st.integers(1, 40), st.data())
+def test_consecutive_numbers_are_told_from_all_others(width, count, data):
+    first = data.draw(st.integers(0, 10**width - 1) | st.integers(max(10**width - count - 1, 0), 10**width - 1))
+    keys = [b"%0*d" % (width, first + place) for place in range(count)]
+    fits = first + count <= 10**width
+    assert key_index._consecutive(keys, width, first) == fits
+    place, other = data.draw(st.integers(0, count - 1)), data.draw(st.binary(max_size=width + 1))
+    assert key_index._consecutive([*keys[:place], other, *keys[place + 1 :]], width, first) == (
+        fits and other == keys[place]
+    )

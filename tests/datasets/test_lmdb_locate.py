@@ -241,6 +241,7 @@ def test_plain_and_compiled_look_ups_tell_the_same(numbers: Path, names: Path, m
             expected = np.transpose(source.locate(np.arange(0, COUNT, 97))).tolist()
         with LmdbSource(str(folder)) as source, monkeypatch.context() as patched:
             patched.setattr(lmdb_walk.find, "_dispatcher", None)
+            patched.setattr(lmdb_walk.find, "_natives", [])
             assert len(source) == COUNT
             assert source._locator is not None
             told = [source._locator.plain([index]) for index in range(0, COUNT, 97)]

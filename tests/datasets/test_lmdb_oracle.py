@@ -85,6 +85,7 @@ def scanned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "not compiled":
         monkeypatch.setattr(lmdb_locate, "PLAIN", 1 << 20)
         monkeypatch.setattr(lmdb_walk.find, "_dispatcher", None)
+        monkeypatch.setattr(lmdb_walk.find, "_natives", [])
 
 
 @pytest.mark.usefixtures("scanned")

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -251,3 +251,12 @@ def test_wrong_use_is_refused(make, message: str) -> None:
 
 def test_nothing_asked_nothing_given() -> None:
     assert Order(5).records(0, []).shape == (0,)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3000), st.integers(1, 90), st.sampled_from(["none", "block", "full"]), st.integers(0, 200))
+def test_a_batch_of_one_epoch_is_made_of_the_same_records_as_of_many(count, batch, shuffle, step):
+    for tail in ("wrap", "partial"):
+        items = Stream(Order(count, 3, shuffle), batch, tail).at(step)
+        assert items.records.tolist() == Order(count, 3, shuffle).records(items.epochs, items.places).tolist()
+        assert items.records.dtype == items.places.dtype == items.epochs.dtype == np.int64

@@ -79,6 +79,7 @@ def one_input(data: bytes) -> None:
             try:
                 # With the keys gone through when it is opened, and with records looked up, compiled and not.
                 for lmdb_source._SCAN_LIMIT, lmdb_locate.PLAIN in ((1 << 18, 0), (0, 0), (0, 1 << 20)):
+                    lmdb_walk.find._natives = []
                     lmdb_walk.find._dispatcher = None if lmdb_locate.PLAIN else compiled()
                     as_source(folder, db, len(content))
                 stored = as_pages(folder, db)

@@ -81,7 +81,7 @@ ASK = """
 import sys
 from mypack.kernels import scaled
 assert "numba" not in sys.modules, "numba was imported before the first call"
-print(scaled(10), sum(scaled.dispatcher.stats.cache_hits.values()))
+print(scaled(10), "numba" in sys.modules)
 """
 
 
@@ -92,10 +92,10 @@ def test_an_edit_in_a_callees_file_is_noticed_and_without_edits_the_cache_is_use
     (package / "kernels.py").write_text(KERNELS)
     (package / "inner.py").write_text(INNER.format(3))
     cache = str(tmp_path / "cache")
-    assert run(tmp_path, ASK, STALLSCOPE_CACHE=cache) == "30 0"
-    assert run(tmp_path, ASK, STALLSCOPE_CACHE=cache) == "30 1"
+    assert run(tmp_path, ASK, STALLSCOPE_CACHE=cache) == "30 True"
+    assert run(tmp_path, ASK, STALLSCOPE_CACHE=cache) == "30 False"
     (package / "inner.py").write_text(INNER.format(5))
-    assert run(tmp_path, ASK, STALLSCOPE_CACHE=cache) == "50 0"
+    assert run(tmp_path, ASK, STALLSCOPE_CACHE=cache) == "50 True"
 
 
 def test_without_a_writable_cache_kernels_work_all_the_same(tmp_path: Path) -> None:
