@@ -13,6 +13,7 @@ The same command with the same code goes on where it was stopped. See docs/bench
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -95,9 +96,13 @@ def _measure_all(given: argparse.Namespace, settings: Settings, console: Console
     for case in cases:
         warm(settings.folder / case_named(case, given.quick).data.folder)
     if "ours" in feeds and not given.quick:  # compile once, where that is not measured
-        for case in cases:
-            entry = Entry(case, "ours", "inline, lmdb")
-            _tell(console, f"{case}, kernels", rounds.measure(entry, replace(settings, seconds=0.1, warm_s=0.0), peers))
+        for case, database in itertools.product(cases, ("lmdb", "leveldb")):
+            entry = Entry(case, "ours", f"inline, {database}")
+            _tell(
+                console,
+                f"{case}, {database}, kernels",
+                rounds.measure(entry, replace(settings, seconds=0.1, warm_s=0.0), peers),
+            )
     kept = settings.folder / f"results-{rounds.key(settings, given.seed)}.jsonl"
     if given.fresh:
         kept.unlink(missing_ok=True)
