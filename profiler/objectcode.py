@@ -65,17 +65,21 @@ class Native:
 
     Parameters
     ----------
-    address: of the entry. parameters: "array", or the kind of a number, for each. result: see :func:`keep`.
+    address: of the entry. parameters: "array", the kind of a number, or a list of them for a tuple, for each.
+    result: see :func:`keep`.
     """
 
-    def __init__(self, address: int, parameters: Sequence[str], result: Sequence[str]) -> None:
-        kinds = [ctypes.py_object if name == "array" else NUMBERS[name][1] for name in parameters]
+    def __init__(self, address: int, parameters: Sequence[str | Sequence[str]], result: Sequence[str]) -> None:
+        self._tuples = [0 if isinstance(names, str) else len(names) for names in parameters]
+        flat = [name for names in parameters for name in ([names] if isinstance(names, str) else names)]
+        kinds = [ctypes.py_object if name == "array" else NUMBERS[name][1] for name in flat]
         # A call lets go of the interpreter's lock.
         self._call = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, *kinds, ctypes.c_void_p)(address)
         self._count = len(parameters)
         self._numbers = [
-            (place, NUMBERS[name][0], NUMBERS[name][3]) for place, name in enumerate(parameters) if name != "array"
+            (place, NUMBERS[name][0], NUMBERS[name][3]) for place, name in enumerate(flat) if name != "array"
         ]
+        self._flat = any(self._tuples)
         self._single = len(result) == 1
         self._result: Any = None
         if result:
@@ -84,6 +88,10 @@ class Native:
     def __call__(self, args: tuple[Any, ...]) -> Any:
         if len(args) != self._count:
             return MISS
+        if self._flat:
+            if [len(value) if type(value) is tuple else 0 for value in args] != self._tuples:
+                return MISS
+            args = tuple(item for value in args for item in (value if type(value) is tuple else (value,)))
         given: Any = args
         if self._numbers:
             given = list(args)

@@ -178,7 +178,7 @@ def _in_process(symbol: str) -> bool:
     return hasattr(ctypes.CDLL(None), symbol) and not symbol.startswith(("Py", "_Py", "NRT_", "numba_"))
 
 
-def _entry_of(entry: str, described: Any, wanted: list[str]) -> tuple[str, list[str], list[str]]:
+def _entry_of(entry: str, described: Any, wanted: list[str]) -> tuple[str, list[str | list[str]], list[str]]:
     """The entry's code, the kinds of its parameters and of its results.
 
     It takes each parameter (an array is the address of the Python object) and where the result goes, and answers 0,
@@ -187,28 +187,31 @@ def _entry_of(entry: str, described: Any, wanted: list[str]) -> tuple[str, list[
     from numba.core import types
 
     lines: list[str] = []
-    parameters: list[str] = []
+    parameters: list[str | list[str]] = []
     heads: list[str] = []
     passed = ["ptr %result", "ptr %raised"]
     for place, kind in enumerate(described.argtypes):
-        if isinstance(kind, types.Array):
-            heads.append(f"ptr %a{place}")
-            parameters.append("array")
-            _array(place, kind, lines, passed)
-            continue
-        name = _number_name(kind)
-        if name not in NUMBERS:
-            raise _Unfit(f"a parameter is {kind}")
-        sort = NUMBERS[name][2]
-        heads.append(f"{sort} %a{place}")
-        parameters.append(name)
-        given = f"%a{place}"
-        if len(passed) >= len(wanted):
-            raise _Unfit("its parameters are others")
-        if wanted[len(passed)] != sort:  # a truth value
-            lines.append(f"  %a{place}.as = trunc i64 {given} to {wanted[len(passed)]}")
-            given = f"%a{place}.as"
-        passed.append(f"{wanted[len(passed)]} {given}")
+        several = isinstance(kind, types.UniTuple | types.Tuple)
+        names = []
+        for item, one in enumerate(kind.types if several else (kind,)):  # a tuple travels as its items do
+            given = f"%a{place}.{item}"
+            if isinstance(one, types.Array):
+                names.append("array")
+                heads.append(f"ptr {given}")
+                _array(given, one, lines, passed)
+                continue
+            names.append(_number_name(one))
+            if names[-1] not in NUMBERS:
+                raise _Unfit(f"a parameter is {kind}")
+            sort = NUMBERS[names[-1]][2]
+            heads.append(f"{sort} {given}")
+            if len(passed) >= len(wanted):
+                raise _Unfit("its parameters are others")
+            if wanted[len(passed)] != sort:  # a truth value
+                lines.append(f"  {given}.as = trunc i64 {given} to {wanted[len(passed)]}")
+                given += ".as"
+            passed.append(f"{wanted[len(passed)]} {given}")
+        parameters.append(names if several else names[0])
     if [one.split(" ")[0] for one in passed] != wanted:
         raise _Unfit("its parameters are others")
     call = f"  %answer = call i32 @{_quoted(described.llvm_func_name)}({', '.join(passed)})"
@@ -224,14 +227,13 @@ def _entry_of(entry: str, described: Any, wanted: list[str]) -> tuple[str, list[
     return "\n".join(code), parameters, _result_of(described.restype)
 
 
-def _array(place: int, kind: Any, lines: list[str], passed: list[str]) -> None:
+def _array(a: str, kind: Any, lines: list[str], passed: list[str]) -> None:
     """Compare an array with what was compiled, then take it apart as numba passes it."""
     from numba.np.numpy_support import as_dtype
 
     dtype = as_dtype(kind.dtype)
     if dtype.kind not in "biuf" or not dtype.isnative or not kind.aligned:
         raise _Unfit(f"a parameter is {kind}")
-    a = f"%a{place}"
 
     def field(name: str, offset: int, sort: str, base: str = a) -> str:
         lines.append(f"  {a}.{name}.at = getelementptr i8, ptr {base}, i64 {offset}")

@@ -111,6 +111,53 @@ def test_numbers_of_every_kind(loaded: Loaded) -> None:
         assert native((values, None)) is objectcode.MISS
 
 
+@njit
+def _weighed(values, place, weights):  # type: ignore[no-untyped-def]
+    whole, share, negative = weights
+    result = values[place[0], place[1]] * share + whole
+    return -result if negative else result
+
+
+def test_tuples_of_numbers(loaded: Loaded) -> None:
+    values = np.arange(12, dtype=np.float64).reshape(3, 4)
+    good = (values, (1, 2), (10, 0.5, True))
+    (native,) = loaded(_weighed, *good)
+    assert native(good) == _weighed.py_func(*good) == -13.0
+    assert native((values, (2, np.int64(3)), (np.int64(-1), np.float64(2.0), np.bool_(False)))) == 21.0
+    for place, weights in (
+        ((1, 2, 0), good[2]), ((1,), good[2]), ([1, 2], good[2]), (1, good[2]), ((1, 2.0), good[2]), ((), good[2]),
+        (good[1], (10, 0.5)), (good[1], (10, 1, True)), (good[1], (1 << 63, 0.5, True)), (good[1], (10, 0.5, 1)),
+    ):  # fmt: skip
+        assert native((values, place, weights)) is objectcode.MISS, (place, weights)
+    assert native(((values,), *good[1:])) is native((values, 1, 2, 10, 0.5, True)) is objectcode.MISS
+
+
+@njit
+def _planes(planes, places):  # type: ignore[no-untyped-def]
+    bytes_of, wide = planes
+    for i in range(len(places[0])):
+        wide[i] += bytes_of[places[0][i], places[1][i]]
+    return wide.sum()
+
+
+def test_tuples_of_arrays(loaded: Loaded) -> None:
+    def good() -> tuple[Any, ...]:
+        rows, columns = np.array([2, 0, 1]), np.array([0, 1, 1])
+        return (np.arange(6, dtype=np.uint8).reshape(3, 2), np.ones(3, np.float64)), (rows, columns)
+
+    (native,) = loaded(_planes, *good())
+    given = good()
+    assert native(given) == 3 + 4 + 1 + 3
+    assert given[0][1].tolist() == [5, 2, 4]
+    planes, places = good()
+    for wrong in (
+        (planes[::-1], places), (planes, (*places, places[0])), (planes, [*places]), (planes, np.array(places)),
+        (planes, (places[0], places[1].astype(np.int32))), ((planes[0].T, planes[1]), places),
+        ((planes[0], 1.0), places),
+    ):  # fmt: skip
+        assert native(wrong) is objectcode.MISS
+
+
 def test_arguments_of_another_kind_are_left_to_numba(loaded: Loaded) -> None:
     (native,) = loaded(_work, *arguments())
     good = arguments()
