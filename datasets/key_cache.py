@@ -23,13 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from datasets.errors import DatasetWarning
-from datasets.key_index import KeyIndex, KeyList
+from datasets.key_index import DenseKeys, KeyIndex, KeyList
 from profiler.jit import cache_root
 
 _MAGIC = b"STALLSCOPE KEYS1"
 _HEAD = 32  # magic, CRC-32 of all that follows the head, length of the description, 8 bytes of zeros
 _PATIENCE_S = 600.0
 _POLL_S = 0.05
+_MOST_DENSE = 64
+_dense: dict[Path, DenseKeys] = {}
+"""Keys that turned out to be dense numbers are three numbers: no file, but no second scan in this process either."""
 
 
 def kept(place: str, what: dict[str, Any], build: Callable[[], KeyIndex]) -> KeyIndex:
@@ -46,7 +49,7 @@ def kept(place: str, what: dict[str, Any], build: Callable[[], KeyIndex]) -> Key
     what = json.loads(json.dumps({"byteorder": sys.byteorder, **what}))  # as it comes back from the file
     name, state = (hashlib.sha256(text.encode()).hexdigest()[:24] for text in (place, json.dumps(what, sort_keys=True)))
     file = cache_root() / "keys" / f"{name}-{state}.keys"
-    if (found := _load(file, what)) is not None:
+    if (found := _dense.get(file) or _load(file, what)) is not None:
         return found
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -59,6 +62,10 @@ def kept(place: str, what: dict[str, Any], build: Callable[[], KeyIndex]) -> Key
         if (found := _load(file, what)) is not None:  # made by another process while this one waited
             return found
         index = build()
+        if isinstance(index, DenseKeys):
+            while len(_dense) >= _MOST_DENSE:
+                _dense.pop(next(iter(_dense)), None)
+            _dense[file] = index
         if not isinstance(index, KeyList) or part < 0:
             return index
         try:

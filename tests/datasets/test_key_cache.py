@@ -102,6 +102,24 @@ def test_dense_numbers_and_small_databases_keep_nothing(tmp_path, cache, monkeyp
     assert not list(cache.glob("*.keys"))
 
 
+def test_dense_numbers_of_a_leveldb_are_found_once_in_a_process(tmp_path, cache, scans, monkeypatch):
+    keys = [b"%08d" % number for number in range(3000)]
+    monkeypatch.setattr(key_cache, "_MOST_DENSE", 2)
+    for name in ("one", "two"):
+        make(tmp_path / name, "leveldb", keys)
+    for name in ("one", "two", "one", "two"):
+        with open_source(tmp_path / name) as source:
+            check(source, keys)
+            assert isinstance(source._index, DenseKeys)
+    assert len(scans) == 2
+    make(tmp_path / "one", "leveldb", [b"00003000"])
+    with open_source(tmp_path / "one") as source:
+        check(source, [*keys, b"00003000"])
+    assert len(scans) == 3
+    assert len(key_cache._dense) <= 2
+    assert not list(cache.glob("*.keys"))
+
+
 @pytest.mark.parametrize("harm", ["cut", "flipped", "empty", "other"])
 def test_a_damaged_index_is_made_again(tmp_path, cache, scans, harm):
     folder = make(tmp_path / "db", "lmdb")
