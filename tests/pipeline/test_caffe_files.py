@@ -85,9 +85,9 @@ def test_shuffled_crops_are_those_of_caffe_with_its_draws(
     order, draws = caffe["imagedata_shuffle_crop/records"], caffe["imagedata_shuffle_crop/draws"]
     assert sorted(order[:24]) == list(range(24))
 
-    def records(self: Order, epochs: np.ndarray, places: np.ndarray) -> np.ndarray:
+    def records(self: Order, epoch: int, start: int, count: int) -> np.ndarray:
         assert self.shuffle == "full"  # the text's own shuffle
-        return order[epochs * 24 + places]
+        return order[epoch * 24 + start :][:count]
 
     def draw(seed: int, phase: int, epochs: np.ndarray, ids: np.ndarray, *_: Any, **__: Any) -> philox.Draws:
         mine = draws[first[0] : first[0] + 6]
@@ -97,7 +97,7 @@ def test_shuffled_crops_are_those_of_caffe_with_its_draws(
     first = [0]
     settled = config(IMAGES % ("crop_size: 32 mirror: true mean_value: 110", "shuffle: true"))
     with Feed(settled, "TRAIN", stop_step=5) as feed:
-        monkeypatch.setattr(Order, "records", records)
+        monkeypatch.setattr(Order, "run", records)
         monkeypatch.setattr(philox, "draw", draw)
         for step, batch in enumerate(feed):
             np.testing.assert_array_equal(batch.labels, caffe["imagedata_shuffle_crop/labels"][step])
