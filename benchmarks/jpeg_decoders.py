@@ -92,7 +92,7 @@ def _crop(decode: Any) -> Any:
     from pipeline.spec import FeedSpec, ResizedCropSpec, TransformSpec
     from pipeline.transforms import Transform
 
-    transform = TransformSpec(mirror=True, resized_crop=ResizedCropSpec(SIZE, decode=decode))
+    transform = TransformSpec(mirror=True, resized_crop=ResizedCropSpec(SIZE), decode=decode)
     made = Transform(transform, 1, 0)
     made.fit((3, cases.JPEG.height, cases.JPEG.width), "a picture")
     return ResizedCrop.of(FeedSpec("x", 1, seed=1, transform=transform), made)
