@@ -1,4 +1,4 @@
-"""The file of an LMDB, read at positions and never mapped: a cut file gives short reads, and no signal.
+"""The file of an LMDB, read at positions and not mapped: a cut file gives short reads, and no signal.
 
 A descriptor and numbers are all there is to it, so it may be used on both sides of a fork, and by any number of
 processes. The format (64-bit, little-endian): ``lmdb.h`` and ``mdb.c`` of LMDB 0.9.

@@ -59,7 +59,7 @@ class LmdbSource(Source):
     tolerant: damage that going through the keys meets is no reason to refuse the database, where first and last key say
         that they are padded numbers: then only the records that lie there cannot be read.
 
-    The file is never mapped. One that is cut while it is read gives a short read, and so :class:`DatasetTruncated`,
+    Nothing here maps the file. One that is cut while it is read gives a short read, and so :class:`DatasetTruncated`,
     whatever the moment; its size is compared as well before every call and every 256 records. A commit by a writer is
     noticed before and after every call and every 256 records, so nothing that it may have overwritten is ever handed
     out. A copy in a forked process goes on reading: a descriptor and numbers are all that it needs.

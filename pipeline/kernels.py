@@ -12,7 +12,7 @@ from pipeline import philox
 from profiler import hashing
 from profiler.jit import CFunction, intrinsic, later, njit
 
-carray, types = later("numba.carray"), later("numba.types")
+ir, carray, types = later("llvmlite.ir"), later("numba.carray"), later("numba.types")
 
 _M0, _M1 = (np.uint64(number) for number in philox.MULTIPLIERS)
 _W0, _W1 = (np.uint64(number) for number in philox.WEYL)
@@ -28,7 +28,7 @@ _swapped = CFunction("llvm.bswap.i64", "uint64", "uint64")  # an instruction, on
 
 
 @intrinsic
-def _pixels(typingctx, address):
+def bytes_at(typingctx, address):
     """An address (uint64) as a pointer to uint8: images of a batch lie wherever their records are."""
     signature = types.CPointer(types.uint8)(types.uint64)
 
@@ -45,6 +45,24 @@ def _words(typingctx, address):
 
     def codegen(context, builder, sig, args):
         return builder.inttoptr(args[0], context.get_value_type(sig.return_type))
+
+    return signature, codegen
+
+
+@intrinsic
+def fetch(typingctx, address):
+    """Have the processor bring a line of memory (64 bytes) near, and do not wait for it. An address that leads nowhere
+    is no error."""
+    signature = types.void(types.uint64)
+
+    def codegen(context, builder, sig, args):
+        small = ir.IntType(32)
+        place = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [place.type, small, small, small])
+        name = "llvm.prefetch.p0"
+        known = builder.module.globals.get(name)
+        builder.call(known or ir.Function(builder.module, kind, name), [place, small(0), small(3), small(1)])
+        return context.get_dummy_value()
 
     return signature, codegen
 
@@ -68,7 +86,7 @@ def hash_of(address, length):
         key += _POSITION
     rest = length - (count << _THREE)
     if rest:
-        tail = carray(_pixels(address + (count << _THREE)), (rest,), np.uint8)
+        tail = carray(bytes_at(address + (count << _THREE)), (rest,), np.uint8)
         word = np.uint64(0)
         for j in range(rest):
             word |= np.uint64(tail[j]) << (np.uint64(j) << _THREE)
@@ -122,8 +140,8 @@ def turned(source, target, count):
     for k in range(whole):
         out[k] = _swapped(words[whole - 1 - k])
     rest = count - 8 * whole
-    first = carray(_pixels(np.uint64(source)), (rest,), np.uint8)
-    last = carray(_pixels(np.uint64(target + 8 * whole)), (rest,), np.uint8)
+    first = carray(bytes_at(np.uint64(source)), (rest,), np.uint8)
+    last = carray(bytes_at(np.uint64(target + 8 * whole)), (rest,), np.uint8)
     for k in range(rest):
         last[k] = first[rest - 1 - k]
 
@@ -227,5 +245,5 @@ def fill(addresses, heights, widths, h_off, w_off, mirror, mean, scale, out):
     lines = room_for(out.shape[3])
     for i in range(len(addresses)):
         shape = (out.shape[1], heights[i], widths[i])
-        image = carray(_pixels(addresses[i]), shape, np.uint8)
+        image = carray(bytes_at(addresses[i]), shape, np.uint8)
         put(image, h_off[i], w_off[i], mirror[i], mean, scale, lines, out[i])

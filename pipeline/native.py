@@ -16,6 +16,7 @@ from pipeline import philox
 from pipeline.readahead import ReadAhead
 from pipeline.spec import FeedSpec
 from pipeline.transforms import NO_MEAN, Transform
+from pipeline.warm_map import NO_MAP, WarmMap
 from profiler.events import Stage
 from profiler.recorder import Recorder
 
@@ -121,6 +122,7 @@ class _Lmdb:
     def __init__(self, source: LmdbSource) -> None:
         self._source = source
         self._scratch = _room(0)
+        self._map = WarmMap()
 
     def make(self, records: NDArray[np.int64], *rest: Any) -> tuple[int, int]:
         from pipeline.native_kernels import make  # numba loads here, at the first batch
@@ -130,7 +132,11 @@ class _Lmdb:
         size = int(lengths.max(initial=0)) + _PAGE
         if len(self._scratch) < size:
             self._scratch = _room(size)
-        return int(make(self._source.file.fd, offsets, lengths, self._scratch, *rest)), int(lengths.sum())
+        if not len(records):  # to load the kernel
+            return int(make(self._source.file.fd, *NO_MAP, offsets, lengths, self._scratch, *rest)), 0
+        with self._map.of(self._source.file) as (base, mapped):
+            taken = int(make(self._source.file.fd, base, mapped, offsets, lengths, self._scratch, *rest))
+        return taken if self._map.sound else 0, int(lengths.sum())
 
 
 class _LevelDb:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import numpy as np
 
 from datasets.leveldb_kernels import congruent, read, seek, size_of, sound, unsnap, varint
-from pipeline.kernels import hash_of, memcpy, put, room_for
+from pipeline.kernels import bytes_at, carray, fetch, hash_of, memcpy, put, room_for
 from profiler.jit import CFunction, njit
 
 _INT32 = np.uint64(0xFFFF_FFFF)
 _SIGN = np.int64(0x8000_0000)
 _TRAILER = 5
-_PAGE = 4096
+_PAGE, _LINE = 4096, 64
+_AHEAD = 2
+"""Records between the one that is worked on and the one that is fetched."""
 
 clock_gettime = CFunction("clock_gettime", "intc", "intc", "uintp")
 
@@ -101,13 +103,24 @@ def _take(i, record, spare, shape, words, mirror, random, mean, scale, lines, ou
     return done
 
 
+@njit
+def _fetch_head(address, size):
+    """Bring the beginning of a record near while others are worked on; the processor notices by itself that a long one
+    goes on."""
+    for k in range(0, min(size, _PAGE), _LINE):
+        fetch(address + np.uint64(k))
+
+
 @njit(packages=("datasets",))
-def make(fd, offsets, lengths, scratch, shape, words, mirror, random, mean, scale, out, labels, hashes, times):
+def make(
+    fd, base, mapped, offsets, lengths, scratch, shape, words, mirror, random, mean, scale, out, labels, hashes, times
+):
     """Make a batch of an LMDB. Returns how many records were taken: fewer than all where one is none of these.
 
     Parameters
     ----------
     fd, offsets, lengths: where the records lie, int64[B] each.
+    base, mapped: uint64, int64: where the file lies in memory, and how many bytes of it; what lies behind them is read.
     scratch: uint8 from a page on, a page more than the longest record.
     shape: int64[3]: channels, height and width that every record must have, the last two 0 where a crop allows any.
     words: uint64[B, 4], what chance drew (:func:`pipeline.philox.block_1`); mirror, random: whether it decides on
@@ -120,15 +133,21 @@ def make(fd, offsets, lengths, scratch, shape, words, mirror, random, mean, scal
     lines = room_for(out.shape[3])
     before = _now(pair)
     for i in range(len(offsets)):
-        size, at = lengths[i], congruent(offsets[i])
-        if not read(fd, offsets[i], size, scratch, at):
-            return i
+        size = lengths[i]
+        if offsets[i] + size <= mapped:
+            if i + _AHEAD < len(offsets) and offsets[i + _AHEAD] < mapped:
+                _fetch_head(base + np.uint64(offsets[i + _AHEAD]), lengths[i + _AHEAD])
+            record = carray(bytes_at(base + np.uint64(offsets[i])), (size,), np.uint8)
+        else:
+            at = congruent(offsets[i])
+            if not read(fd, offsets[i], size, scratch, at):
+                return i
+            record = scratch[at : at + size]
         now = _now(pair)
         times[0] += now - before
         before = _take(
-            i, scratch[at : at + size], scratch, shape, words, mirror, random, mean, scale, lines, out, labels, hashes,
-            times, pair, now,
-        )  # fmt: skip
+            i, record, scratch, shape, words, mirror, random, mean, scale, lines, out, labels, hashes, times, pair, now
+        )
         if before < 0:
             return i
     return len(offsets)

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from pipeline import philox
-from pipeline.kernels import _pixels, philox_block
+from pipeline.kernels import bytes_at, philox_block
 from profiler.jit import intrinsic, later, njit
 
 ir, carray, types = later("llvmlite.ir"), later("numba.carray"), later("numba.types")
@@ -204,10 +204,10 @@ def pack(address, row, column, out, lane):
     """One channel, with rows and columns so many bytes apart, into a lane of uint8[h, w, 4]."""
     for y in range(out.shape[0]):
         if column >= 0:
-            line = carray(_pixels(np.uint64(address)), (out.shape[1] * column + 1,), np.uint8)
+            line = carray(bytes_at(np.uint64(address)), (out.shape[1] * column + 1,), np.uint8)
             for x in range(out.shape[1]):
                 out[y, x, lane] = line[x * column]
         else:
             for x in range(out.shape[1]):
-                out[y, x, lane] = carray(_pixels(np.uint64(np.int64(address) + x * column)), (1,), np.uint8)[0]
+                out[y, x, lane] = carray(bytes_at(np.uint64(np.int64(address) + x * column)), (1,), np.uint8)[0]
         address = np.uint64(np.int64(address) + row)

@@ -27,6 +27,8 @@ _LOCK = threading.RLock()  # re-entrant: compiling a kernel compiles the kernels
 _OLD_AFTER_S = 30 * 24 * 3600
 _log = logging.getLogger(__name__)
 
+assembled = objectcode.assembled
+
 
 class Kernel:
     """A function that becomes a ``numba.njit`` dispatcher at its first call (or when another kernel calls it).

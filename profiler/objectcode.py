@@ -203,6 +203,24 @@ def _link(content: bytes) -> Native:
     return Native(address, said["parameters"], said["result"])
 
 
+def assembled(text: str) -> Callable[[str], int]:
+    """Compile LLVM's assembly; the result gives the address of a function or variable by its name.
+
+    Raises RuntimeError for what LLVM does not take.
+    """
+    from llvmlite import binding as ll
+
+    with _loading:
+        engine = _engine()
+        engine.add_module(ll.parse_assembly(text))
+        engine.finalize_object()
+
+    def address(name: str) -> int:
+        return int(engine.get_function_address(name) or engine.get_global_value_address(name))
+
+    return address
+
+
 @functools.cache
 def _engine() -> Any:
     """Never given back: code may run until the process ends."""

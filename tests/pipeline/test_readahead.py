@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from datasets.guarded_map import GuardedMap
 from datasets.lmdb_source import LmdbSource
 from datasets.source import open_source
 from pipeline import readahead
@@ -139,7 +140,11 @@ def test_what_cannot_be_located_is_told_by_the_batch_that_needs_it(large: str, m
         assert len(list(feed)) == 9
 
 
-def test_a_cold_file_is_announced_batch_after_batch(large: str, told: list[tuple[int, int]], tmp_path: Path) -> None:
+def test_a_cold_file_is_announced_batch_after_batch(
+    large: str, told: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The pages of a map cannot be dropped, and a fault in one brings in its neighbours: half of so small a file.
+    monkeypatch.setattr(GuardedMap, "of", staticmethod(lambda fd, nbytes: None))
     path = os.path.join(large, "data.mdb")
     with Recorder.open(tmp_path, "trainer", "trainer") as recorder, Feed(spec(large), recorder=recorder) as feed:
         next(feed)
