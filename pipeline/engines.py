@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline import adaptive
 from pipeline.crew import Crew, FeedError, Launcher
@@ -19,6 +19,9 @@ from pipeline.worker import open_data
 from profiler.events import Flag, Kind, Stage
 from profiler.osread import available_memory, usable_cpus
 from profiler.recorder import Recorder
+
+if TYPE_CHECKING:
+    from datasets.source import Source
 
 
 class Engine(Protocol):
@@ -96,9 +99,9 @@ class InlineEngine:
     restarts = 0
     pids: list[int] = []  # noqa: RUF012  # never changed
 
-    def __init__(self, spec: FeedSpec, probed: Probe, recorder: Recorder) -> None:
+    def __init__(self, spec: FeedSpec, probed: Probe, recorder: Recorder, source: Source | None = None) -> None:
         self._recorder = recorder
-        self._source = open_data(spec)
+        self._source = open_data(spec) if source is None else source
         self._maker = BatchMaker(spec, probed, LocalReader(self._source), recorder)
         self._maker.warm_up()
         self._as_in_a_worker = _one_blas_thread(spec, self._source)
@@ -286,11 +289,11 @@ class ThreadEngine(AheadEngine):
         )
 
 
-def engine_of(spec: FeedSpec, probed: Probe, recorder: Recorder) -> Engine:
-    """The engine that a feed asks for."""
+def engine_of(spec: FeedSpec, probed: Probe, recorder: Recorder, source: Source | None = None) -> Engine:
+    """The engine that a feed asks for. ``source``: its data set, where it is open already; an inline one takes it."""
     if spec.engine == "ray":
         return RayEngine(spec, probed, recorder)
-    return ThreadEngine(spec, probed, recorder) if spec.threads else InlineEngine(spec, probed, recorder)
+    return ThreadEngine(spec, probed, recorder) if spec.threads else InlineEngine(spec, probed, recorder, source)
 
 
 class RayEngine(CrewEngine):

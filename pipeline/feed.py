@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,9 @@ from pipeline.worker import open_data
 from profiler.errors import StallscopeError, UsageError
 from profiler.events import Flag, Stage
 from profiler.recorder import NULL, Recorder
+
+if TYPE_CHECKING:
+    from datasets.source import Source
 
 __all__ = ["Batch", "Feed"]
 
@@ -81,7 +84,14 @@ class Feed:
         try:
             self.probe = probe(self.spec, source)
             self._identity, name = source.identity(), source.name
-        finally:
+        except BaseException:
+            source.close()
+            raise
+        self._source: Source | None = None
+        if self.spec.engine == "inline" and not self.spec.threads:
+            self._source = source  # its engine goes on with it
+            self._unused = weakref.finalize(self, source.close)
+        else:
             source.close()
         self.spec = replace(self.spec, identity=self._identity)  # whoever else opens it must find the same
         self._stream = stream_of(self.spec, self.probe.records)
@@ -292,6 +302,8 @@ class Feed:
         self._closed = True
         self._last = self._failed = None  # an error's traceback holds arrays of the ring
         self._ahead.clear()
+        if (source := self._handed_over()) is not None:
+            source.close()
         while self._out:
             self._out.pop()._forget()
         if self._tally is not None:
@@ -312,13 +324,20 @@ class Feed:
             raise FeedError("this feed is closed", hint="open another one; state_dict() says where this one stood")
         self._check_process()
         if self._engine is None:
-            self._engine = engine_of(self.spec, self.probe, self.recorder)
+            self._engine = engine_of(self.spec, self.probe, self.recorder, self._handed_over())
             self._pid = os.getpid()
             self._end = weakref.finalize(self, _close, self._engine, self._pid)
             # At the end of this process, and after the import of Ray: so before Ray's own farewell.
             self._end.atexit = False
             atexit.register(self._end)
         return self._engine
+
+    def _handed_over(self) -> Source | None:
+        """The data set as it was opened for the shapes, once."""
+        source, self._source = self._source, None
+        if source is not None:
+            self._unused.detach()
+        return source
 
     def _check_process(self) -> None:
         """Refuse to be used in a forked copy: what it would change is the memory of the feed that it is a copy of."""

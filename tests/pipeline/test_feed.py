@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from datasets.errors import SourceClosed
+from pipeline import engines as engines_module
+from pipeline import feed as feed_module
 from pipeline.config import validate
 from pipeline.crew import FeedError
 from pipeline.feed import Feed
@@ -213,3 +218,36 @@ def test_importing_the_feed_loads_neither_ray_nor_numba_nor_a_database() -> None
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("end", ["close", "forget"])
+def test_an_inline_feed_opens_its_data_set_once_and_closes_it(
+    monkeypatch: pytest.MonkeyPatch, started: bool, end: str
+) -> None:
+    opened: list[Any] = []
+    real = feed_module.open_data
+
+    def open_data(spec: FeedSpec) -> Any:
+        opened.append(real(spec))
+        return opened[-1]
+
+    monkeypatch.setattr(feed_module, "open_data", open_data)
+    monkeypatch.setattr(engines_module, "open_data", open_data)
+    feed = Feed(CROPS, batch=4)
+    if started:
+        next(feed)
+    assert len(opened) == 1
+    if end == "close":
+        feed.close()
+    del feed
+    gc.collect()
+    with pytest.raises(SourceClosed):
+        opened[0].read(0)
+
+
+def test_an_inline_feed_that_begins_again_opens_its_data_set_anew() -> None:
+    with Feed(CROPS, batch=4) as feed:
+        state = {**feed.state_dict(), "next_step": 3}
+        feed.load_state_dict(state)
+        assert next(feed).step == 3
