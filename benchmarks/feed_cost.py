@@ -18,6 +18,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import select
+import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -31,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import machine
 from pipeline.feed import Feed
+from pipeline.shared import RecordLock, drain, wake, wake_pipe
 from pipeline.spec import FeedSpec, TransformSpec
 
 SAMPLE_MS = 2.0
@@ -164,6 +169,44 @@ def bursts(spec: FeedSpec, seconds: float) -> dict[str, Any]:
             "coordinator_us": round(spent / batches * 1e6, 1)}  # fmt: skip
 
 
+def bare(pace_s: float, seconds: float) -> dict[str, Any]:
+    """CPU time of what no consumer in Python can do without, at this pace: it sleeps on a pipe, is woken, takes two
+    turns at a record lock and wakes another. And of the same many times in a row, while the caches are warm."""
+    ready, free = wake_pipe(), wake_pipe()
+    memory = os.memfd_create("bare")
+    lock, poll = RecordLock(memory, patient=False), select.poll()
+    poll.register(ready, select.POLLIN)
+    wakes = f"while os.getppid() == {os.getpid()}: time.sleep({pace_s}); os.write({ready}, b'x')"
+    waker = subprocess.Popen([sys.executable, "-c", f"import os, time\n{wakes}"], pass_fds=[ready])
+
+    def once() -> float:
+        before = time.thread_time()
+        poll.poll()
+        drain(ready)
+        for _ in range(2):
+            with lock:
+                pass
+        wake(free)
+        return time.thread_time() - before
+
+    try:
+        paced, until = [], time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            paced.append(once())
+    finally:
+        waker.kill()
+        waker.wait()
+    row = []
+    for _ in range(500):
+        wake(ready)
+        row.append(once())
+        drain(free)
+    for fd in (ready, free, memory):
+        os.close(fd)
+    return {"batches_per_s": round(1 / pace_s, 1), "coordinator_us": round(statistics.mean(paced) * 1e6, 1),
+            "in_a_row_us": round(statistics.mean(row) * 1e6, 1)}  # fmt: skip
+
+
 def sweep(changes: list[dict[str, Any]], base: FeedSpec, seconds: float) -> list[dict[str, Any]]:
     """A row for each change of the base; ``share``: samples/s of a worker as a share of the first row's."""
     rows = [measure(replace(base, **change), seconds) for change in changes]
@@ -172,11 +215,12 @@ def sweep(changes: list[dict[str, Any]], base: FeedSpec, seconds: float) -> list
 
 
 def run(sweeps: dict[str, list[dict[str, Any]]], base: FeedSpec, seconds: float) -> dict[str, Any]:
-    """All sweeps, one feed whose consumer is the slower side, and one that takes a full ring at once."""
+    """All sweeps, a feed whose consumer is the slower side, one that takes a full ring at once, and no feed at all."""
     results = {name: sweep(changes, base, seconds) for name, changes in sweeps.items()}
     slowest = 2.5 * base.batch * SAMPLE_MS / (base.workers if isinstance(base.workers, int) else 1)
     results["consumer is slower"] = [measure(base, seconds, slowest)]
     results["ring full"] = [bursts(base, seconds)]
+    results["bare"] = [bare(1 / rate, seconds) for rate in (25, 100)]
     return results
 
 

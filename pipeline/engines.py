@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from datasets.source import Source
 
 
+_LOOK_S = 0.2  # between two looks at workers whose batches come in time
+
+
 class Engine(Protocol):
     """A ring, and something that fills it."""
 
@@ -171,6 +174,7 @@ class AheadEngine:
         self, spec: FeedSpec, probed: Probe, recorder: Recorder, gather: Callable[[Ring], Any], workers: int, most: int
     ) -> None:
         self._recorder, self._phase = recorder, spec.phase
+        self._looked_s = 0.0
         with contextlib.ExitStack() as stack:
             self.ring, self.slots = _ring(spec, probed, workers)
             stack.callback(self.ring.close)
@@ -195,7 +199,7 @@ class AheadEngine:
         return self.ring.lease(step)
 
     def get_ready(self, step: int) -> Ready | None:
-        self._crew.notice()
+        self._look()
         return self.ring.lease(step) if self.ring.is_ready(step) else None
 
     def warm_up(self, step: int, timeout_s: float, cancelled: Callable[[], bool]) -> None:
@@ -230,17 +234,24 @@ class AheadEngine:
         tuner = self._tuner
         return {"settled": tuner.settled, "decisions": list(tuner.decisions)} if tuner.decides else None
 
+    def _look(self) -> None:
+        """Look after the workers, and what runs them, while batches are ready: now and then, for it costs calls."""
+        now = time.monotonic()
+        if now - self._looked_s >= _LOOK_S:
+            self._looked_s = now
+            self._check()
+            self._crew.notice()
+
     def _wait(self, step: int, enough: Callable[[], bool]) -> None:
-        self._check()
-        self._crew.notice()
+        self._look()
         waited_s = 0.0
         while not self.ring.is_ready(step) and not enough():
             _not_held(self.ring, step)
-            self._check()
             before = time.monotonic()
             self.ring.wait_ready(POLL_S, also=self._crew.fds)
             if self.ring.is_ready(step):
                 return
+            self._check()
             waited_s += min(time.monotonic() - before, 5 * POLL_S)  # a pause of the whole job is no waiting
             self._crew.watch(step, waited_s)
 

@@ -238,10 +238,13 @@ class Ring:
 
     def slot_of(self, step: int) -> int:
         """Where a step lives."""
-        for first, depth in reversed(self._all_spans()):
+        spans = self._spans if len(self._spans) == self._words[_SPAN_COUNT] else self._all_spans()
+        if len(spans) == 1:  # as long as it has not grown
+            return step % spans[0][1]
+        for first, depth in reversed(spans):
             if step >= first:
                 return step % depth
-        return step % self._spans[0][1]
+        return step % spans[0][1]
 
     def _all_spans(self) -> list[tuple[int, int]]:
         """(first step, slots in use) of each stretch of steps; the ring has grown between two."""

@@ -21,9 +21,12 @@ def test_every_sweep_gives_a_row_for_each_of_its_settings(monkeypatch: pytest.Mo
     monkeypatch.setattr(feed_cost, "SAMPLE_MS", 0.0)
     sweeps = {"batch": [{"batch": 1}, {"batch": 4}], "records": [{"source": "memory:records=1000,shape=1x8x8"}]}
     results = feed_cost.run(sweeps, TINY, 0.01)
+    assert json.loads(json.dumps(results)) == results
     (full,) = results.pop("ring full")
     assert full["batches"] >= 1
     assert full["coordinator_us"] > 0
+    for row in results.pop("bare"):
+        assert row["coordinator_us"] > row["in_a_row_us"] > 0
     assert [len(rows) for rows in results.values()] == [2, 1, 1]
     for row in (row for rows in results.values() for row in rows):
         assert row["batches"] >= 1
@@ -34,7 +37,6 @@ def test_every_sweep_gives_a_row_for_each_of_its_settings(monkeypatch: pytest.Mo
     assert [row["batch"] for row in results["batch"]] == [1, 4]
     assert results["batch"][0]["share"] == 1.0
     assert results["records"][0]["records"] == 1000
-    assert json.loads(json.dumps(results)) == results
 
 
 def test_what_counts_is_taken_back() -> None:
