@@ -20,6 +20,7 @@ _ROUNDS = philox.ROUNDS
 _POSITION, _HASH_1, _HASH_2, _LENGTH = (
     np.uint64(number) for number in (hashing.POSITION, hashing.M1, hashing.M2, hashing.LENGTH)
 )
+_WIDE = 32
 _S29, _THREE = np.uint64(29), np.uint64(3)
 _LOW, _HALF, _ONE = np.uint64(0xFFFF_FFFF), np.uint64(32), np.uint64(1)
 
@@ -131,9 +132,32 @@ def philox_blocks(seed, phase, stream, epochs, records, words):
         )
 
 
+@intrinsic
+def _turned_32(typingctx, source, target):
+    """Copy 32 bytes from one address (uint64) to another, the last one first."""
+    signature = types.void(types.uint64, types.uint64)
+
+    def codegen(context, builder, sig, args):
+        vector = ir.VectorType(ir.IntType(8), _WIDE)
+        begin, goal = (builder.inttoptr(address, vector.as_pointer()) for address in args)
+        places = ir.Constant(ir.VectorType(ir.IntType(32), _WIDE), list(range(_WIDE - 1, -1, -1)))
+        taken = builder.load(begin, align=1)
+        builder.store(builder.shuffle_vector(taken, ir.Constant(vector, ir.Undefined), places), goal, align=1)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
 @njit
 def turned(source, target, count):
-    """Copy bytes from one address to another, the last one first: eight at a time."""
+    """Copy bytes from one address to another, the last one first: 32 or 8 at a time. They must not overlap."""
+    if count >= _WIDE:
+        begin, goal = np.uint64(source), np.uint64(target)
+        for done in range(0, count - _WIDE + 1, _WIDE):
+            _turned_32(begin + np.uint64(count - _WIDE - done), goal + np.uint64(done))
+        if count % _WIDE:  # the last ones, some of them once more
+            _turned_32(begin, goal + np.uint64(count - _WIDE))
+        return
     whole = count >> 3
     words = carray(_words(np.uint64(source + count - 8 * whole)), (whole,), np.uint64)
     out = carray(_words(np.uint64(target)), (whole,), np.uint64)

@@ -193,3 +193,15 @@ def test_failing_user_function_is_named_with_the_record(name: str, text: str) ->
 def test_user_function_that_does_not_exist(name: str) -> None:
     with pytest.raises(UsageError, match=r"transform\.python"):
         Transform(TransformSpec(python=name), 0, 0)
+
+
+def test_bytes_are_turned_round_and_none_beside_them() -> None:
+    from pipeline.kernels import turned
+
+    source = np.random.default_rng(1).integers(0, 256, 400, dtype=np.uint8)
+    for count in [*range(1, 131), 227, 256]:
+        for begin in (0, 1, 3):
+            out = np.full(400, 7, np.uint8)
+            turned(source.ctypes.data + begin, out.ctypes.data + 50 + begin, count)
+            assert out[50 + begin : 50 + begin + count].tolist() == source[begin : begin + count][::-1].tolist()
+            assert set(out[: 50 + begin].tolist() + out[50 + begin + count :].tolist()) == {7}
