@@ -56,14 +56,26 @@ class Header:
     start: int
 
 
+_KEPT = 4
+_recent: tuple[tuple[bytes, Header], ...] = ()
+"""Headers that were read last, and the bytes they were read from; never changed, only replaced."""
+
+
 def header(data: bytes | memoryview) -> Header | None:
     """The header of a plain baseline JPEG file; None for any other, and for what is cut or contradicts itself."""
+    global _recent
     if data[:2] != _SOI:
         return None
+    for start, known in _recent:  # files of one size by one program begin alike
+        if bytes(data[: len(start)]) == start:
+            return known
     try:
-        return _segments(data)
+        found = _segments(data)
     except IndexError:
         return None
+    if found is not None:
+        _recent = ((bytes(data[: found.start]), found), *_recent[: _KEPT - 1])
+    return found
 
 
 def _segments(data: bytes | memoryview) -> Header | None:
@@ -156,6 +168,7 @@ class _Workspace:
         from datasets import jpeg_kernels
 
         self.kernels = jpeg_kernels
+        self.head: Header | None = None  # whose tables are ready
         self.made: list[bytes | None] = [None] * 12
         self.quantisers = np.zeros((4, 64), np.int32)
         self.entries = np.zeros((8, 1 << jpeg_kernels.LOOK), np.int32)
@@ -167,10 +180,14 @@ class _Workspace:
         self.samples = np.zeros(0, np.uint8)
         self.pixels = np.zeros(0, np.uint32)
         self.chosen = np.zeros((3, 3), np.int64)
+        self.used = self.chosen  # quantiser, DC table and AC table of each component of that file
         self.lines = np.zeros((4, 0), np.int32)
 
     def take(self, head: Header) -> bool:
         """Make the tables of a file ready. Returns whether they are sound."""
+        if head is self.head:
+            return True
+        self.head = None
         for number in {*head.quantisers, *(each for pair in head.used for each in pair)}:
             payload = head.tables[number]
             if self.made[number] == payload:
@@ -191,15 +208,11 @@ class _Workspace:
                 if not made:
                     return False
             self.made[number] = payload
+        self.head, self.used = head, self.chosen[: head.components]
+        self.used[:, 0] = head.quantisers
+        self.used[:, 1:] = head.used
+        self.used[:, 1:] -= 4
         return True
-
-    def used(self, head: Header) -> NDArray[np.int64]:
-        """Which quantiser, DC table and AC table each component uses."""
-        chosen = self.chosen[: head.components]
-        chosen[:, 0] = head.quantisers
-        chosen[:, 1:] = head.used
-        chosen[:, 1:] -= 4
-        return chosen
 
     def packed(self, height: int, width: int) -> NDArray[np.uint32]:
         """Memory for so many pixels."""
@@ -278,7 +291,7 @@ def decode(
     planes = work.planes(window[1] - window[0], window[3] - window[2], across, down, chroma)
     bits = kernels.scan(
         (across, down, across * down + 2 if head.components == 3 else 1, columns, rows if whole else window[1]),
-        work.used(head), window, 3 if chroma else 1, work.quantisers, work.entries, work.strides, work.limits,
+        work.used, window, 3 if chroma else 1, work.quantisers, work.entries, work.strides, work.limits,
         work.offsets, work.symbols, work.plain, size, work.coefficients, planes,
     )  # fmt: skip
     if bits < 0 or bits > 8 * size or (whole and -(-bits // 8) != size):

@@ -61,7 +61,7 @@ DATA, NDIM, SHAPE, STRIDES, DESCR, FLAGS, KIND, ORDER = 16, 24, 32, 40, 56, 64, 
 
 
 class Native:
-    """One compiled signature of a kernel. Calling it gives its result, or :data:`MISS`.
+    """One compiled signature of a kernel. Calling it with a tuple of arguments gives its result, or :data:`MISS`.
 
     Parameters
     ----------
@@ -70,42 +70,64 @@ class Native:
     """
 
     def __init__(self, address: int, parameters: Sequence[str | Sequence[str]], result: Sequence[str]) -> None:
-        self._tuples = [0 if isinstance(names, str) else len(names) for names in parameters]
         flat = [name for names in parameters for name in ([names] if isinstance(names, str) else names)]
         kinds = [ctypes.py_object if name == "array" else NUMBERS[name][1] for name in flat]
         # A call lets go of the interpreter's lock.
-        self._call = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, *kinds, ctypes.c_void_p)(address)
-        self._count = len(parameters)
-        self._numbers = [
-            (place, NUMBERS[name][0], NUMBERS[name][3]) for place, name in enumerate(flat) if name != "array"
-        ]
-        self._flat = any(self._tuples)
-        self._single = len(result) == 1
-        self._result: Any = None
-        if result:
-            self._result = RESULTS[result[0]] * len(result)
+        entry = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, *kinds, ctypes.c_void_p)(address)
+        self._call = _caller(entry, parameters, result)
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
-        if len(args) != self._count:
-            return MISS
-        if self._flat:
-            if [len(value) if type(value) is tuple else 0 for value in args] != self._tuples:
-                return MISS
-            args = tuple(item for value in args for item in (value if type(value) is tuple else (value,)))
-        given: Any = args
-        if self._numbers:
-            given = list(args)
-            for place, types, number in self._numbers:
-                value = args[place]
-                if type(value) not in types or (type(value) is int and not _LOWEST <= value <= _HIGHEST):
-                    return MISS
-                given[place] = number(value)
-        if self._result is None:
-            return None if self._call(_ARRAY, *given, None) == 0 else MISS
-        result = self._result()
-        if self._call(_ARRAY, *given, ctypes.addressof(result)) != 0:
-            return MISS
-        return result[0] if self._single else tuple(result)
+        return self._call(args)
+
+
+def _caller(entry: Any, parameters: Sequence[str | Sequence[str]], result: Sequence[str]) -> Callable[[Any], Any]:
+    """What calls an entry: Python made for this signature, since a loop over kinds would take longer than most kernels.
+
+    It compares the kinds of numbers and the lengths of tuples; the entry itself compares those of arrays.
+    """
+    names: list[str] = []
+    lines = [f"if len(args) != {len(parameters)}: return MISS"]
+    places = [f"p{place}" for place in range(len(parameters))]
+    if places:
+        lines.append(f"{', '.join(places)}, = args")
+    for place, kinds in zip(places, parameters, strict=True):
+        if isinstance(kinds, str):
+            parts = [(place, kinds)]
+        else:
+            parts = [(f"{place}_{at}", kind) for at, kind in enumerate(kinds)]
+            lines.append(f"if type({place}) is not tuple or len({place}) != {len(kinds)}: return MISS")
+            if parts:
+                lines.append(f"{', '.join(name for name, _ in parts)}, = {place}")
+        for name, kind in parts:
+            names.append(name)
+            if kind != "array":
+                lines += _number_lines(name, kind)
+    given = ", ".join(["ARRAY", *names])
+    if result:
+        lines += ["result = RESULT()", f"if entry({given}, addressof(result)) != 0: return MISS"]
+        lines.append("return result[0]" if len(result) == 1 else "return tuple(result)")
+    else:
+        lines.append(f"return None if entry({given}, None) == 0 else MISS")
+    known = {
+        "MISS": MISS, "ARRAY": _ARRAY, "entry": entry, "addressof": ctypes.addressof,
+        "RESULT": RESULTS[result[0]] * len(result) if result else None,
+    }  # fmt: skip
+    for kind, (types, _, _, number) in NUMBERS.items():
+        known |= {f"{kind}_types": types, f"{kind}_number": number}
+    exec("def call(args):\n    " + "\n    ".join(lines), known)  # of nothing but names and counts
+    call: Callable[[Any], Any] = known["call"]
+    return call
+
+
+def _number_lines(name: str, kind: str) -> list[str]:
+    if kind == "int64":  # nearly all numbers are: for those of Python there is no call
+        return [
+            f"if type({name}) is not int:",
+            f"    if type({name}) not in int64_types: return MISS",
+            f"    {name} = int({name})",
+            f"elif not {_LOWEST} <= {name} <= {_HIGHEST}: return MISS",
+        ]
+    return [f"if type({name}) not in {kind}_types: return MISS", f"{name} = {kind}_number({name})"]
 
 
 def usable() -> bool:

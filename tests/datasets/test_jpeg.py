@@ -266,3 +266,33 @@ def _turned(pixels: np.ndarray) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = 6
     return file(pixels, exif=exif)
+
+
+def test_headers_that_begin_alike_are_read_once_and_others_are_not_taken_for_them() -> None:
+    def file(quality: int, height: int = 24) -> bytes:
+        picture = np.random.default_rng(quality).integers(0, 256, (height, 32, 3), dtype=np.uint8)
+        return simplejpeg.encode_jpeg(picture, quality, "BGR", "420")
+
+    files = [file(quality) for quality in range(60, 60 + 2 * jpeg._KEPT)] + [file(60, 25), file(61)[:-40]]
+    found = [jpeg.header(one) for one in files]
+    assert len({id(head) for head in found}) == 2 * jpeg._KEPT + 2
+    for one, head in zip(files, found, strict=True):
+        assert head == jpeg._segments(one)
+        again = jpeg.header(memoryview(bytearray(one)))
+        assert again == head
+        assert jpeg.header(one) is again
+    for cut in range(len(files[0][: found[0].start])):  # type: ignore[union-attr]
+        assert jpeg.header(files[0][:cut]) is None
+
+
+def test_tables_of_another_file_are_not_used() -> None:
+    """Decoded in turn, each file is what it is alone."""
+    picture = np.random.default_rng(1).integers(0, 256, (40, 56, 3), dtype=np.uint8)
+    files = [simplejpeg.encode_jpeg(picture, quality, "BGR", "420") for quality in (50, 90, 50, 75, 90)]
+    for one in files:
+        head = jpeg.header(one)
+        assert head is not None
+        decoded = jpeg.decode(one, head, 3)
+        assert decoded is not None
+        wanted = simplejpeg.decode_jpeg(one, "BGR", fastdct=False, fastupsample=False)
+        np.testing.assert_array_equal(decoded[..., :3], wanted)
