@@ -11,6 +11,7 @@ from profiler.jit import njit
 _NAN = np.int32(2**31 - 1)
 _INFINITY = np.int32(0x7F800000)
 _POSITION = np.int64(2**32 - 1)
+_LOWEST = np.int64(-(2**63))
 
 
 @njit
@@ -25,7 +26,7 @@ def read_rows(values: Any, rows: int, index: Any) -> int:
 
 
 @njit
-def sort_picks(index: Any, order: Any, start: Any) -> int:
+def sort_picks(index: Any, order: Any, start: Any) -> Any:
     """The picks of row r, as they came: order[start[r]] .. order[start[r + 1] - 1]. Returns the most that a row has."""
     start[:] = 0
     for row in index:
@@ -47,7 +48,7 @@ def sort_picks(index: Any, order: Any, start: Any) -> int:
 def sum_picks(
     picked: Any, order: Any, start: Any, most: int, sums: Any, into: Any, width: int, first: int, last: int
 ) -> None:
-    """into[r] = the sum of picked[order[i]] over row r's picks, for rows first to last; sums[picks, width] is work space.
+    """into[r] = the sum of picked[order[i]] over row r's picks, for rows first to last; sums[picks, width]: work space.
 
     Neighbours are added at distances 1, 2, 4, .. as array arithmetic does it for all rows at one time. So what has no
     neighbour gets 0 added, which makes 0 of -0.
@@ -98,9 +99,9 @@ def spread_rows(chosen: Any, rows: Any, into: Any) -> None:
 
 
 @njit
-def _sink(heap: Any, at: int, size: int) -> None:
-    """Move heap[at] down until neither of its two is smaller: heap[0] ends as the smallest."""
-    value = heap[at]
+def _sink(heap: Any, value: int, size: int) -> None:
+    """Put ``value`` in the place of heap[0], the smallest of ``size``, and make the smallest of all heap[0]."""
+    at = 0
     while 2 * at + 1 < size:
         child = 2 * at + 1
         if child + 1 < size and heap[child + 1] < heap[child]:
@@ -126,23 +127,20 @@ def largest(x: Any, heaps: Any, y: Any, values: bool, first: int, last: int) -> 
     for lane in range(first, last):
         o, i = lane // inner, lane % inner
         heap = heaps[lane]
+        for j in range(k):
+            heap[j] = _LOWEST
         for c in range(size):
             value = bits[o, c, i]
             magnitude = value & np.int32(0x7FFFFFFF)
             order = -magnitude if value < 0 else magnitude
             order = _NAN if magnitude > _INFINITY else order
             rank = (np.int64(order) << np.int64(32)) | np.int64(c)
-            if c < k:
-                heap[c] = rank
-                if c == k - 1:
-                    for at in range(k // 2 - 1, -1, -1):
-                        _sink(heap, at, k)
-            elif rank > heap[0]:
-                heap[0] = rank
-                _sink(heap, 0, k)
+            if rank > heap[0]:
+                _sink(heap, rank, k)
         for count in range(k - 1, 0, -1):
-            heap[0], heap[count] = heap[count], heap[0]
-            _sink(heap, 0, count)
+            rank = heap[count]
+            heap[count] = heap[0]
+            _sink(heap, rank, count)
         for j in range(k):
             place = heap[j] & _POSITION
             if not values or kinds == 2:

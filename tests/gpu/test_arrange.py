@@ -65,14 +65,14 @@ def test_argmax_as_a_sort_of_pairs(data: st.DataObject, shape: tuple[int, ...], 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), size=st.integers(1, 40), axis=st.sampled_from(["", "axis: 1"]), values=st.booleans())
-def test_argmax_compiled_has_the_bits_of_a_stable_sort(
-    data: st.DataObject, size: int, axis: str, values: bool
-) -> None:
+def test_argmax_compiled_has_the_bits_of_a_stable_sort(data: st.DataObject, size: int, axis: str, values: bool) -> None:
     """With NaN, infinities and zeros of both signs among them."""
     few = [0.0, -0.0, 1.5, -1.5, 1e-45, -1e-45, np.inf, -np.inf, np.nan, -np.nan]
     x = np.array(data.draw(st.lists(st.sampled_from(few), min_size=2 * size, max_size=2 * size)), np.float32)
     k = data.draw(st.integers(1, size))
-    layer = f'type: "ArgMax" bottom: "x" top: "y" argmax_param {{ top_k: {k} out_max_val: {str(values).lower()} {axis} }}'
+    layer = (
+        f'type: "ArgMax" bottom: "x" top: "y" argmax_param {{ top_k: {k} out_max_val: {str(values).lower()} {axis} }}'
+    )
     one, other = (one_layer(layer, {"x": (2, size, 1)}, backend=each) for each in BACKENDS.values())
     assert one.forward(x=x.reshape(2, size, 1))["y"].tobytes() == other.forward(x=x.reshape(2, size, 1))["y"].tobytes()
 

@@ -7,7 +7,7 @@ import numpy as np
 import gpu
 from gpu.backend import select_backend
 from gpu.fingerprint import fingerprint_params
-from gpu.layers import kernels
+from gpu.layers import kernels, pooling_kernels, row_kernels
 from gpu.warm import warm_up
 from profiler import hashing
 from profiler.jit import Kernel
@@ -17,8 +17,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def signatures() -> dict[str, int]:
     """Number of compiled forms of each kernel."""
-    found = {**vars(kernels), **vars(hashing)}
+    found = {**vars(kernels), **vars(pooling_kernels), **vars(row_kernels), **vars(hashing)}
     return {name: k.signatures for name, k in found.items() if isinstance(k, Kernel) and k.loaded}
+
+
+def test_every_kernel_of_a_layer_is_called() -> None:
+    warm_up(select_backend("numpy"))
+    for module in (pooling_kernels, row_kernels):
+        own = {name: each for name, each in vars(module).items() if isinstance(each, Kernel) and name[0] != "_"}
+        assert [name for name, each in own.items() if not each.loaded] == []
 
 
 def test_a_training_step_finds_its_kernels_compiled() -> None:
