@@ -40,10 +40,8 @@ class _Picks:
         keep = self._layer.keep
         self.index = keep("index", (self._count,), np.int64)
         if self._compiled:
-            self._order, self._start = (
-                keep("order", (self._count,), np.int64),
-                keep("start", (self._rows + 1,), np.int64),
-            )
+            self._order = keep("order", (self._count,), np.int64)
+            self._start = keep("start", (self._rows + 1,), np.int64)
         else:
             self._numbers = count_up(self._layer.xp, self._rows + 1)
 

@@ -70,9 +70,8 @@ def test_argmax_compiled_has_the_bits_of_a_stable_sort(data: st.DataObject, size
     few = [0.0, -0.0, 1.5, -1.5, 1e-45, -1e-45, np.inf, -np.inf, np.nan, -np.nan]
     x = np.array(data.draw(st.lists(st.sampled_from(few), min_size=2 * size, max_size=2 * size)), np.float32)
     k = data.draw(st.integers(1, size))
-    layer = (
-        f'type: "ArgMax" bottom: "x" top: "y" argmax_param {{ top_k: {k} out_max_val: {str(values).lower()} {axis} }}'
-    )
+    param = f"top_k: {k} out_max_val: {str(values).lower()} {axis}"
+    layer = f'type: "ArgMax" bottom: "x" top: "y" argmax_param {{ {param} }}'
     one, other = (one_layer(layer, {"x": (2, size, 1)}, backend=each) for each in BACKENDS.values())
     assert one.forward(x=x.reshape(2, size, 1))["y"].tobytes() == other.forward(x=x.reshape(2, size, 1))["y"].tobytes()
 
