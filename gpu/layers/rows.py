@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ class _Picks:
     """
 
     def __init__(self, layer: Layer, bottom: int, count: int, rows: int, width: int) -> None:
-        self._layer, self._bottom = layer, bottom
+        self._layer, self._bottom = weakref.proxy(layer), bottom
         self._count, self._rows, self._shape = count, rows, (count, width)
         self._compiled = layer.context.compiled
         layer.context.scratch.reserve(*[self._shape] * (1 if self._compiled else 2))
