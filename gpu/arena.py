@@ -22,7 +22,8 @@ class Usage:
     """Memory of this process's nets now. Bytes; None where the library does not tell.
 
     ``used``: blocks that some array still points into, and parameters. ``reserved``: those, and blocks kept for the
-    next net. ``largest_free``: the largest kept block. ``live_blobs``: blobs that exist.
+    next net. ``largest_free``: the largest kept block. ``live_blobs``: blobs of all nets that there are: one for each
+    array that layers pass on (once where they work in place) and each parameter (once where nets share it).
     """
 
     used: int

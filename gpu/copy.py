@@ -23,7 +23,7 @@ import numpy as np
 from gpu.backend import Backend
 from gpu.determinism import OneStream
 from gpu.device import STAGING, Device, Upload
-from gpu.pinned import PinnedRanges, process_ranges
+from gpu.pinned import process_ranges
 from profiler.events import Kind, Stage
 from profiler.recorder import NULL
 
@@ -48,7 +48,6 @@ class CupyDevice(Device):
     """One CUDA device (the current one), driven by one thread."""
 
     upload_type = CupyUpload
-    pins = True
 
     def __init__(self, backend: Backend, recorder: Any = NULL, staging: int = STAGING) -> None:
         super().__init__(backend, recorder, staging)
@@ -58,25 +57,11 @@ class CupyDevice(Device):
         self._compute_done: Any = None
         self._compute_began: Any = None
         self._one_stream = OneStream()
-        self._pinned: PinnedRanges = process_ranges(backend.xp)
-        self._registered: list[Any] = []
+        self._pinned = process_ranges(backend.xp)
         self._settling = threading.Lock()
         self._begun: queue.SimpleQueue[CupyUpload | None] = queue.SimpleQueue()
         self._watcher = threading.Thread(target=self._watch, name="copy-watcher", daemon=True)
         self._watcher.start()
-
-    def register(self, memory: Any) -> bool:
-        pinned = self._pinned.register(memory)
-        if pinned:
-            self._registered.append(memory)
-        return pinned
-
-    def unregister(self, memory: Any) -> None:
-        held = [index for index, other in enumerate(self._registered) if other is memory]
-        if held:
-            self.synchronize()  # a copy may still be reading from it
-            del self._registered[held[0]]
-            self._pinned.unregister(memory)
 
     def _allocate(self, nbytes: int) -> Any:
         memory = super()._allocate(nbytes)
@@ -166,6 +151,3 @@ class CupyDevice(Device):
         self.synchronize()
         self._begun.put(None)
         self._watcher.join(_JOIN_S)
-        for memory in self._registered:
-            self._pinned.unregister(memory)
-        self._registered.clear()

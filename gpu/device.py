@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from gpu.backend import Backend, select_backend
+from gpu.pinned import PinnedRanges
 from profiler.errors import StallscopeError, UsageError
 from profiler.events import Kind, Stage
 from profiler.recorder import NULL
@@ -107,8 +108,6 @@ class Device(ABC):
     """Base of the NumPy, emulated and cupy devices. One thread drives it. Also a context manager that closes it."""
 
     upload_type: type[Upload] = Upload
-    pins = False
-    """Whether :meth:`register` page-locks anything: asking for memory to be registered may reserve it."""
 
     def __init__(self, backend: Backend, recorder: Any = NULL, staging: int = STAGING) -> None:
         self.backend = backend
@@ -123,6 +122,13 @@ class Device(ABC):
         self._memory: list[Any] = [None] * staging
         self._failed: BaseException | None = None
         self._closed = False
+        self._pinned: PinnedRanges | None = None
+        self._registered: list[Any] = []
+
+    @property
+    def pins(self) -> bool:
+        """Whether :meth:`register` page-locks anything: asking for memory to be registered may reserve it."""
+        return self._pinned is not None
 
     @property
     def ahead(self) -> int:
@@ -189,15 +195,30 @@ class Device(ABC):
             return
         self._closed = True
         self._shut_down()
+        if self._pinned is not None:
+            for memory in self._registered:
+                self._pinned.unregister(memory)
+        self._registered.clear()
         self._memory = [None] * self.staging
         self._in_buffer = [None] * self.staging
 
     def register(self, memory: Any) -> bool:
-        """Page-lock host memory that uploads will come from. False where the device has no use for it."""
-        return False
+        """Page-lock host memory that uploads will come from, until :meth:`unregister` or :meth:`close`.
 
-    def unregister(self, memory: Any) -> None:  # noqa: B027 - most devices pin nothing
+        False where the device has no use for it, or where it was refused: then with a PinningWarning.
+        """
+        pinned = self._pinned is not None and self._pinned.register(memory)
+        if pinned:
+            self._registered.append(memory)
+        return pinned
+
+    def unregister(self, memory: Any) -> None:
         """Undo :meth:`register`; must come before the memory is unmapped."""
+        held = [index for index, other in enumerate(self._registered) if other is memory]
+        if held and self._pinned is not None:
+            self.synchronize()  # a copy may still be reading from it
+            del self._registered[held[0]]
+            self._pinned.unregister(memory)
 
     def __enter__(self) -> Device:
         return self

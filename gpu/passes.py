@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -177,9 +178,9 @@ class Following:
     """A layer with sizes that depend on values: stands where it does in the plan of forward."""
 
     def __init__(self, passes: Passes, node: Node) -> None:
-        self._passes, self._node, self._layer = passes, node, node.layer
+        self._passes, self._node, self._layer = weakref.proxy(passes), node, node.layer  # who holds this one
         self.name, self.type = node.layer.name, node.layer.type
-        self._plan = passes.plan(node)
+        self._plan: Pass = passes.plan(node)
         self._fitted: Any = self._sizes(self._chosen_before())
 
     def _chosen_before(self) -> list[Shape] | None:

@@ -20,6 +20,10 @@ import numpy as np
 PAGE = mmap.PAGESIZE
 
 
+class PinningWarning(RuntimeWarning):
+    """Host memory that could not be page-locked, or not be released again. A job notes it in its run folder."""
+
+
 class PinnedRanges:
     """The set of disjoint address ranges this process has registered with CUDA.
 
@@ -46,7 +50,7 @@ class PinnedRanges:
         return sum(end - start for start, (end, _) in self._held.items())
 
     def register(self, memory: Any) -> bool:
-        """Pin a writable buffer. True if it is pinned now, False (and a RuntimeWarning with the reason) if not.
+        """Pin a writable buffer. True if it is pinned now, False (and a PinningWarning with the reason) if not.
 
         Asking again for a range, or for a part of one, counts: it is unpinned when every asker has unregistered it.
         """
@@ -113,7 +117,7 @@ class PinnedRanges:
         except Exception as error:  # as above
             if self._clear_error is not None:
                 self._clear_error()
-            warnings.warn(f"host memory at {start:#x} could not be unpinned: {error}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"host memory at {start:#x} could not be unpinned: {error}", PinningWarning, stacklevel=3)
 
     def _range_at(self, address: int) -> int | None:
         """Start of the registered range that ``address`` lies in."""
@@ -130,7 +134,7 @@ class PinnedRanges:
     @staticmethod
     def _pageable(why: str) -> bool:
         warnings.warn(
-            f"host memory stays pageable, copies to the device will not overlap: {why}", RuntimeWarning, stacklevel=3
+            f"host memory stays pageable, copies to the device will not overlap: {why}", PinningWarning, stacklevel=3
         )
         return False
 

@@ -6,6 +6,7 @@ and why the others are not.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,10 @@ from profiler.errors import StallscopeError, UsageError
 
 PHASES = ("TRAIN", "TEST")
 _UNKNOWN = re.compile(r'Message type "caffe\.(\w+)" has no field named "(\w+)"')
+_FIELD = re.compile(r"\s*[A-Za-z_]\w*\s*(:(?!/)|<)")  # but no address, as of s3://
 _MAX_UNKNOWN = 50
+_TEXT = "prototxt text"
+_ONE_LINE = "if this is meant as a path: there is no such file"
 
 
 class PrototxtError(StallscopeError):
@@ -47,11 +51,21 @@ class UnknownField:
         return f"line {self.line}: {self.name!r} in {self.message}"
 
 
-def read_message(source: str | Path, message: Any) -> str:
-    """Parse a prototxt (a path, or the text itself) into ``message``; returns the name to use in errors.
+def is_text(source: str | Path) -> bool:
+    """Whether this is a prototxt itself rather than the path of one.
 
-    A string that contains a line break or a brace is taken for text. All unknown fields are reported at once.
-    Raises PrototxtError.
+    A Path never is, nor what names a file that there is. Any other string is where it has a line break or a brace, or
+    begins as a field does: ``base_lr: 0.1``.
+    """
+    if not isinstance(source, str) or os.path.isfile(source):
+        return False
+    return "\n" in source or "{" in source or _FIELD.match(source) is not None
+
+
+def read_message(source: str | Path, message: Any) -> str:
+    """Parse a prototxt, by its path or the text itself (:func:`is_text`); returns the name to use in errors.
+
+    All unknown fields are reported at once. Raises PrototxtError.
     """
     where, unknown = read_tolerant(source, message)
     if unknown:
@@ -85,7 +99,11 @@ def read_tolerant(source: str | Path, message: Any) -> tuple[str, list[UnknownFi
                 continue
             if not unknown:
                 detail = str(error).split(" : ", 1)[-1].replace("caffe.", "")
-                raise PrototxtError(f"{where}, line {line}, column {column}: cannot be read", found=detail) from error
+                raise PrototxtError(
+                    f"{where}, line {line}, column {column}: cannot be read",
+                    found=detail,
+                    hint=_ONE_LINE if where == _TEXT and "\n" not in text else None,
+                ) from error
         return where, unknown
 
 
@@ -129,10 +147,10 @@ def filter_net(net: Any, phase: str, stages: tuple[str, ...] = (), level: int = 
 
 
 def _text(source: str | Path) -> tuple[str, str]:
-    if isinstance(source, str) and ("\n" in source or "{" in source):
-        return source, "prototxt text"
-    if not str(source):
-        raise PrototxtError("the path of the prototxt is empty")
+    if is_text(source):
+        return str(source), _TEXT
+    if not str(source).strip():
+        raise PrototxtError("the prototxt is empty: neither the path of a file nor text")
     path = Path(source)
     try:
         return path.read_text(encoding="utf-8"), str(path)

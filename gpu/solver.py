@@ -19,7 +19,7 @@ from gpu.fields import check_solver
 from gpu.loss_scale import LossScale, Scaler
 from gpu.lr_policy import LrPolicy
 from gpu.net import Net
-from gpu.prototxt import read_message
+from gpu.prototxt import is_text, read_message
 from gpu.solverstate import SolverState, find_weights, read_state, write_state
 from gpu.start import warn_of_start
 from gpu.update import Rule, Updater
@@ -93,7 +93,7 @@ class Solver:
             if net.precision is not None:
                 self._precision, self._keep_fp32 = "fp16", net.precision.keep_fp32
         else:
-            source = self._path(net) if net is not None else self._train_source()
+            source = self._given(net) if net is not None else self._train_source()
             self.net = self._build(source, "TRAIN", self.param.train_state, input_shapes)
         if self.param.snapshot_format == self.param.HDF5:
             hdf5.check_names(layer.name for layer in self.net.layers)  # now, not after hours at the first snapshot
@@ -345,7 +345,7 @@ class Solver:
         sources = [self._source(value) for value in (*self.param.test_net_param, *self.param.test_net)]
         generic: Any = None
         if isinstance(net, (str, Path)):
-            generic = self._path(net)
+            generic = self._given(net)
         elif net is None:
             for name in ("net_param", "net"):
                 if self.param.HasField(name):
@@ -358,11 +358,12 @@ class Solver:
     def _source(self, value: Any) -> Any:
         return self._path(value) if isinstance(value, str) else str(value) + "\n"
 
-    def _path(self, value: str | Path) -> str | Path:
-        if isinstance(value, str) and ("\n" in value or "{" in value):
-            return value  # text, not a path
+    def _given(self, net: str | Path) -> str | Path:
+        return self._path(net) if str(net).strip() and not is_text(net) else net
+
+    def _path(self, value: str | Path) -> Path:
         for root in self._roots:
-            if (root / value).is_file():
+            if os.path.isfile(root / value):  # Path.is_file raises for a name that is too long
                 return root / value
         return self._roots[0] / value
 

@@ -18,6 +18,10 @@ layer { name: "deep" type: "Convolution" bottom: "bare" top: "deep"
   convolution_param { num_output: 2 group: 2 kernel_size: 1 } }
 layer { name: "max" type: "Pooling" bottom: "deep" top: "max" pooling_param { pool: MAX kernel_size: 2 stride: 2 } }
 layer { name: "ave" type: "Pooling" bottom: "max" top: "ave" pooling_param { pool: AVE kernel_size: 2 stride: 2 } }
+layer { name: "rows" type: "DummyData" top: "rows" dummy_data_param { shape { dim: 2 } } }
+layer { name: "table" type: "Embed" bottom: "rows" top: "table" embed_param { input_dim: 1 num_output: 2 } }
+layer { name: "chosen" type: "Filter" bottom: "table" bottom: "rows" top: "chosen" }
+layer { name: "places" type: "ArgMax" bottom: "table" top: "places" }
 """
 _LARGE = 1 << 17  # float32 values: enough for the hashes to take their compiled path
 

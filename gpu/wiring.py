@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,23 +18,48 @@ from gpu.layers.source import Source
 from gpu.prototxt import FilteredNet, PrototxtError
 
 
-@dataclass(eq=False)
 class Value:
     """What one top of one layer holds.
 
-    ``home``: the value whose memory it lives in, itself unless it was written in place.
+    Nodes hold values and not the other way round: in a circle a net that nobody has any more would keep its layers,
+    and their parameters, until Python's collector comes by.
     """
 
-    name: str
-    shape: Shape
-    producer: Node
-    loss_weight: float = 0.0
-    consumers: list[Node] = field(default_factory=list)
-    gradient: bool = False
-    home: Value = None  # type: ignore[assignment]  # set right after construction
+    def __init__(self, name: str, shape: Shape, producer: Node, loss_weight: float = 0.0) -> None:
+        self.name, self.shape, self.loss_weight = name, shape, loss_weight
+        self.gradient = False
+        self._producer = weakref.ref(producer)
+        self._consumers: list[weakref.ref[Node]] = []
+        self._home: Value | None = None
 
-    def __post_init__(self) -> None:
-        self.home = self
+    @property
+    def producer(self) -> Node:
+        """The layer that writes it."""
+        return _alive(self._producer)
+
+    @property
+    def consumers(self) -> list[Node]:
+        """The layers that read it, in their order; a layer that reads it twice is there twice."""
+        return [_alive(node) for node in self._consumers]
+
+    def add_consumer(self, node: Node) -> None:
+        """Enter a layer that reads it."""
+        self._consumers.append(weakref.ref(node))
+
+    @property
+    def home(self) -> Value:
+        """The value whose memory it lives in, itself unless it was written in place."""
+        return self._home or self
+
+    @home.setter
+    def home(self, value: Value) -> None:
+        self._home = None if value is self else value
+
+
+def _alive(node: weakref.ref[Node]) -> Node:
+    found = node()
+    assert found is not None  # whoever asks has the graph, which has them all
+    return found
 
 
 @dataclass(eq=False)
@@ -93,7 +119,7 @@ def wire(filtered: FilteredNet, build: Callable[[Any], Layer]) -> Graph:
         layer = build(spec)
         node = Node(layer, bottoms)
         for bottom in bottoms:
-            bottom.consumers.append(node)
+            bottom.add_consumer(node)
         _add_tops(node, layer.shapes([bottom.shape for bottom in bottoms]), latest)
         nodes.append(node)
     force = filtered.net.force_backward

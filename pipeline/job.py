@@ -379,8 +379,8 @@ class Job:
             test_shapes = self._input_shapes("TEST", self._test_feed, param)
         try:
             solver = Solver(
-                str(config.solver),
-                net=str(config.net),
+                Path(str(config.solver)),
+                net=Path(str(config.net)),
                 backend=backend,
                 input_shapes=shapes,
                 test_input_shapes=test_shapes,

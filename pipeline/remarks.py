@@ -12,14 +12,17 @@ from profiler.recorder import Recorder
 
 @contextlib.contextmanager
 def noted(recorder: Recorder) -> Iterator[None]:
-    """Note the warnings about data sets of this process as well: the log of a worker or an owner is nobody's screen."""
+    """Note this process's warnings about data sets and page-locking as well: the log of a worker is nobody's screen."""
     from datasets.errors import DatasetWarning
+    from gpu.pinned import PinningWarning
 
+    notes = {DatasetWarning: "data_warning", PinningWarning: "pinning_warning"}
     shown = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if issubclass(category, DatasetWarning):
-            recorder.note("data_warning", text=str(message))
+        for kind, note in notes.items():
+            if issubclass(category, kind):
+                recorder.note(note, text=str(message))
         shown(message, category, *where, **more)
 
     warnings.showwarning = show

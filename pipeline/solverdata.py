@@ -27,13 +27,13 @@ class PhaseNet:
         """The layers that load data. Raises PrototxtError, LayerError."""
         from gpu.data_layers import data_layers
 
-        return data_layers(self.path, self.phase, self.stages, self.level)
+        return data_layers(Path(self.path), self.phase, self.stages, self.level)
 
     def inputs(self) -> list[Any]:
         """The layers (messages) whose tops somebody has to fill: Input and MemoryData, in the order of the text."""
         from gpu.prototxt import filter_net, load_net
 
-        layers = filter_net(load_net(self.path), self.phase, self.stages, self.level).net.layer
+        layers = filter_net(load_net(Path(self.path)), self.phase, self.stages, self.level).net.layer
         return [layer for layer in layers if layer.type in ("Input", "MemoryData")]
 
 

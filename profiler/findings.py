@@ -18,7 +18,7 @@ from profiler.timeline import PART, Timeline
 _LOST = "worker_lost"
 _SILENT = "worker_silent"
 _BAD = ("bad_record", "bad_records")
-_WARNED = ("data_warning", "loss_saturated")
+_WARNED = ("data_warning", "loss_saturated", "pinning_warning")
 _CHECKED = "checksums"
 _QUIET = ("closed", "gc_short", "layer", _CHECKED, *_WARNED, *_BAD, *rounding.NOTES)
 _SELF = ("note", "t_ns", "wall_ns", "process", "name", "role", "actor", "pid")

@@ -98,7 +98,7 @@ def stats(array: np.ndarray) -> Stats:
     flat = _frozen(np.ascontiguousarray(values).reshape(-1))
     tiny_normal = flat.dtype.type(np.finfo(flat.dtype).tiny)
     if _worth_compiling(flat.nbytes):
-        return _as_stats(*_stats_numba(flat, tiny_normal, flat.dtype.type(np.inf)))
+        return _as_stats(*_stats_compiled(flat, tiny_normal))
     return _as_stats(*_stats_numpy(flat, tiny_normal))
 
 
@@ -238,6 +238,13 @@ def _stats_numpy(flat: np.ndarray, tiny: np.floating) -> tuple[float, np.ndarray
     return largest, lanes, zeros, subnormals, int(np.isinf(flat).sum()), int(np.isnan(flat).sum())
 
 
+def _stats_compiled(flat: np.ndarray, tiny: np.floating) -> tuple[float, np.ndarray, int, int, int, int]:
+    # Into arrays of ours: a kernel that makes one, or returns several things, would need numba in every process.
+    largest, lanes, counts = np.zeros(1, flat.dtype), np.zeros(8), np.zeros(4, np.int64)
+    _stats_numba(flat, tiny, flat.dtype.type(np.inf), largest, lanes, counts)
+    return largest[0], lanes, *counts.tolist()
+
+
 def _as_stats(largest: float, lanes: np.ndarray, zeros: int, subnormals: int, infs: int, nans: int) -> Stats:
     try:
         norm = math.sqrt(math.fsum(lanes))
@@ -280,8 +287,7 @@ def _rows_numba(words, seed):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _stats_numba(flat, tiny, infinity):  # type: ignore[no-untyped-def]
-    lanes = np.zeros(8)
+def _stats_numba(flat, tiny, infinity, largest_of, lanes, counts):  # type: ignore[no-untyped-def]
     largest = flat.dtype.type(0)
     zeros = subnormals = infs = nans = 0
     for i in range(flat.size):
@@ -296,4 +302,5 @@ def _stats_numba(flat, tiny, infinity):  # type: ignore[no-untyped-def]
             infs += 1
         else:
             nans += 1
-    return largest, lanes, zeros, subnormals, infs, nans
+    largest_of[0] = largest
+    counts[0], counts[1], counts[2], counts[3] = zeros, subnormals, infs, nans

@@ -6,6 +6,7 @@ Nothing here makes an array after ``allocate``: work space comes from the layer'
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class Labels:
         hint: str = _HINT,
     ) -> None:
         axis = layer.axis(axis, len(scores))
-        self._layer, self._ignore, self._label_shape = layer, ignore, labels
+        self._layer, self._ignore, self._label_shape = weakref.proxy(layer), ignore, labels
         self._bottom, self._hint = bottom, hint
         self.outer, self.classes, self.inner = math.prod(scores[:axis]), scores[axis], math.prod(scores[axis + 1 :])
         self.view = (self.outer, self.classes, self.inner)

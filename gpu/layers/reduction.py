@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gpu.layers import row_kernels
 from gpu.layers.base import Array, Layer, Shape, register
+from gpu.threads import spread
 
 _SUM, _ASUM, _SUMSQ, _MEAN = 1, 2, 3, 4
 
@@ -74,7 +76,7 @@ class ArgMax(Layer):
 
     With ``axis``: along it, the places, or with ``out_max_val`` the values. Without: over everything but the first
     axis, to (images, 1, top_k), or with ``out_max_val`` places and values as (images, 2, top_k); at least three axes.
-    NaN counts as the largest value (in Caffe the order is undefined then). Sorting takes work space of its own.
+    NaN counts as the largest value (in Caffe the order is undefined then).
     """
 
     differentiable = False
@@ -95,12 +97,21 @@ class ArgMax(Layer):
             raise self.error("top_k is out of range", expected=f"1 to {self._view[1]} values", found=self._k)
         return [top]
 
+    def allocate(self) -> None:
+        if self.context.compiled:
+            outer, _, inner = self._view
+            self._heaps = self.keep("heaps", (outer * inner, self._k), np.int64)
+
     def reads_bottom(self) -> bool:
         return False
 
     def forward(self, bottoms: Sequence[Array], tops: Sequence[Array]) -> None:
         xp, (outer, size, inner) = self.xp, self._view
         x = bottoms[0].reshape(self._view)
+        if self.context.compiled:
+            y = tops[0].reshape(outer, 2 if self._values and not self._along else 1, self._k, inner)
+            spread(row_kernels.largest, outer * inner, x.size, x, self._heaps, y, self._values)
+            return
         if self._k == 1:
             place = size - 1 - xp.argmax(x[:, ::-1], axis=1)[:, None]
         else:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from gpu.cuda import layers as cuda
+from gpu.layers import row_kernels
 from gpu.layers.base import Array, Layer, ParamShape, Shape, count_up, register
+from gpu.threads import spread
 
 
 def take_rows(xp: Any, table: Array, index: Array, out: Array) -> None:
@@ -24,37 +27,53 @@ class _Picks:
     """Row numbers that arrive as float32, and the sum of what came back for each row.
 
     The sum is a stable sort and a segmented scan of log2(picks) passes: gathers only, so it has the same bits at every
-    run, where a scatter with atomics has not. On a device one kernel adds up each row's picks in their order.
+    run, where a scatter with atomics has not. On a device one kernel adds up each row's picks in their order. Compiled
+    loops do what the scan does, in work space that was planned.
     """
 
     def __init__(self, layer: Layer, bottom: int, count: int, rows: int, width: int) -> None:
-        self._layer, self._bottom = layer, bottom
+        self._layer, self._bottom = weakref.proxy(layer), bottom
         self._count, self._rows, self._shape = count, rows, (count, width)
-        layer.context.scratch.reserve(self._shape, self._shape)
+        self._compiled = layer.context.compiled
+        layer.context.scratch.reserve(*[self._shape] * (1 if self._compiled else 2))
 
     def allocate(self) -> None:
-        xp = self._layer.xp
-        self.index = self._layer.keep("index", (self._count,), np.int64)
-        self._numbers = count_up(xp, self._rows + 1)
+        keep = self._layer.keep
+        self.index = keep("index", (self._count,), np.int64)
+        if self._compiled:
+            self._order = keep("order", (self._count,), np.int64)
+            self._start = keep("start", (self._rows + 1,), np.int64)
+        else:
+            self._numbers = count_up(self._layer.xp, self._rows + 1)
 
     def read(self, values: Array) -> Array:
         """The numbers as int64[count]. Raises LayerError for one that names no row."""
         xp, flat = self._layer.xp, values.reshape(-1)
-        good = (flat >= 0) & (flat < self._rows) & (flat == xp.floor(flat))  # written so that NaN is not good
-        if not bool(good.all()):
-            first = int((~good).argmax())
+        if self._compiled:
+            bad = row_kernels.read_rows(flat, self._rows, self.index)
+        else:
+            good = (flat >= 0) & (flat < self._rows) & (flat == xp.floor(flat))  # written so that NaN is not good
+            bad = -1 if bool(good.all()) else int((~good).argmax())
+        if bad >= 0:
             raise self._layer.error(
-                f"value {first} of blob {self._layer.spec.bottom[self._bottom]!r} names no row",
+                f"value {bad} of blob {self._layer.spec.bottom[self._bottom]!r} names no row",
                 expected=f"a whole number from 0 to {self._rows - 1}",
-                found=float(flat[first]),
+                found=float(flat[bad]),
             )
-        self.index[...] = flat
+        if not self._compiled:
+            self.index[...] = flat
         return self.index
 
     def add_up(self, picked: Array, into: Array) -> None:
         """``into[r]`` = sum of ``picked[i]`` where ``index[i] == r``, in a fixed order; 0 where there is none."""
         xp = self._layer.xp
         own = self._layer.context.own
+        if self._compiled:
+            most = row_kernels.sort_picks(self.index, self._order, self._start)
+            (sums,) = self._layer.context.scratch.arrays(self._shape)
+            sorted_ = (self._order, self._start, most)
+            spread(row_kernels.sum_picks, self._rows, picked.size, picked, *sorted_, sums, into, self._shape[1])
+            return
         order = xp.argsort(self.index, kind="stable")
         rows = self.index[order]
         if own is not None:
@@ -194,10 +213,20 @@ class Filter(Layer):
         for name, shape in zip(self.spec.bottom, data, strict=False):
             if shape[:1] != selector[:1]:
                 raise self.error(f"{name!r} has other rows than the selector", expected=selector, found=shape)
+        self._rows = selector[0]
         return data
 
+    def allocate(self) -> None:
+        if self.context.compiled:
+            self.keep("chosen", (self._rows,), np.int64)  # at first for the most; choose takes it from there
+
     def choose(self, bottoms: Sequence[Array]) -> list[Shape]:
-        self._chosen = self.xp.flatnonzero(bottoms[-1])
+        if self.context.compiled:
+            selector = bottoms[-1].reshape(-1)
+            numbers = self.keep("chosen", selector.shape, np.int64)
+            self._chosen = numbers[: row_kernels.choose_rows(selector, numbers)]
+        else:
+            self._chosen = self.xp.flatnonzero(bottoms[-1])
         return [(len(self._chosen), *x.shape[1:]) for x in bottoms[:-1]]
 
     def reads_bottom(self) -> bool:
@@ -221,6 +250,9 @@ class Filter(Layer):
         param_diffs: Sequence[Array | None],
     ) -> None:
         for dy, dx in zip(top_diffs, bottom_diffs, strict=False):
-            if dx is not None:
+            if dx is not None and self.context.compiled:
+                width = math.prod(dx.shape[1:])
+                row_kernels.spread_rows(self._chosen, dy.reshape(-1, width), dx.reshape(-1, width))
+            elif dx is not None:
                 dx[...] = 0
                 dx[self._chosen] = dy  # no row is chosen twice

@@ -17,7 +17,7 @@ from gpu.layers.python import import_types
 from gpu.lint import data_rules, forks, inspected, net_rules, solver_rules, weight_rules
 from gpu.lint.finding import Finding, Rule, apply, merged
 from gpu.lint.view import View, view
-from gpu.prototxt import PHASES, FilteredNet, UnknownField, filter_net, read_tolerant, upgrade_net
+from gpu.prototxt import PHASES, FilteredNet, UnknownField, filter_net, is_text, read_tolerant, upgrade_net
 from profiler.errors import StallscopeError
 
 
@@ -31,7 +31,8 @@ def check(
 
     Parameters
     ----------
-    net, solver: prototxts, as paths. inspections: documents of ``datasets.inspect``. stages: as of a net's state.
+    net, solver: prototxts, as paths or text. inspections: documents of ``datasets.inspect``.
+    stages: as of a net's state.
 
     Raises StallscopeError for a file that cannot be read at all.
     """
@@ -70,13 +71,14 @@ def check(
         for rules in (weight_rules.RULES, net_rules.RULES):
             found += [(phase, finding) for finding in apply(rules, seen)]
     found += [(None, finding) for finding in apply(_NET_RULES, (message, views, stages))]
-    folder = Path(net).parent
+    folder = Path() if is_text(net) else Path(net).parent
     datas = list(inspected.pair(views, list(inspections), folder))
     found += [(None, finding) for finding in apply(data_rules.UNPAIRED, (views, list(inspections), datas))]
     for data in datas:
         found += [(data.view.phase, finding) for finding in apply(data_rules.RULES, data)]
     if param is not None and solver is not None:
-        about = solver_rules.SolverView(param, Path(solver), Path(net), views)
+        file, net_file = (None if is_text(source) else Path(source) for source in (solver, net))
+        about = solver_rules.SolverView(param, file or Path(), net_file, views)
         found += [(None, finding) for finding in apply(solver_rules.RULES, about)]
         found += [(None, finding) for finding in apply(_COVERAGE, (param, datas))]
     return merged(found)

@@ -21,11 +21,12 @@ _ADAPTIVE = ("Adam", "AdaDelta", "RMSProp", "AdaGrad")
 
 @dataclass(frozen=True)
 class SolverView:
-    """``param``: the SolverParameter. ``path``: its file. ``net``: the net's file. ``views``: the net, by phase."""
+    """``param``: the SolverParameter. ``path``: its file. ``net``: the net's file, None where it was given as text.
+    ``views``: the net, by phase."""
 
     param: Any
     path: Path
-    net: Path
+    net: Path | None
     views: dict[str, View]
 
     @property
@@ -74,7 +75,7 @@ def _no_net(view: SolverView) -> Iterator[Hit]:
 
 def _other_net(view: SolverView) -> Iterator[Hit]:
     named = view.param.net or view.param.train_net
-    if named:
+    if named and view.net is not None:
         places = [Path(named), view.path.parent / named]
         if not any(place.exists() and view.net.exists() and place.samefile(view.net) for place in places):
             yield None, f"names the net {named}, and {view.net} is looked at"

@@ -48,7 +48,8 @@ def test_argmax_as_a_sort_of_pairs(data: st.DataObject, shape: tuple[int, ...], 
     moved = x.reshape(shape[0], -1) if axis is None else np.moveaxis(x, axis, -1)
     k = data.draw(st.integers(1, moved.shape[-1]))
     param = f"top_k: {k} out_max_val: {str(values).lower()}" + ("" if axis is None else f" axis: {axis}")
-    net = one_layer(f'type: "ArgMax" bottom: "x" top: "y" argmax_param {{ {param} }}', {"x": shape})
+    layer = f'type: "ArgMax" bottom: "x" top: "y" argmax_param {{ {param} }}'
+    net = one_layer(layer, {"x": shape}, backend=backend(seed))
     best = np.array(
         [sorted(((v, i) for i, v in enumerate(row)), reverse=True)[:k] for row in moved.reshape(-1, moved.shape[-1])]
     )
@@ -60,6 +61,19 @@ def test_argmax_as_a_sort_of_pairs(data: st.DataObject, shape: tuple[int, ...], 
     found = net.forward(x=x)["y"]
     assert found.shape == wanted.shape
     np.testing.assert_array_equal(found, wanted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), size=st.integers(1, 40), axis=st.sampled_from(["", "axis: 1"]), values=st.booleans())
+def test_argmax_compiled_has_the_bits_of_a_stable_sort(data: st.DataObject, size: int, axis: str, values: bool) -> None:
+    """With NaN, infinities and zeros of both signs among them."""
+    few = [0.0, -0.0, 1.5, -1.5, 1e-45, -1e-45, np.inf, -np.inf, np.nan, -np.nan]
+    x = np.array(data.draw(st.lists(st.sampled_from(few), min_size=2 * size, max_size=2 * size)), np.float32)
+    k = data.draw(st.integers(1, size))
+    param = f"top_k: {k} out_max_val: {str(values).lower()} {axis}"
+    layer = f'type: "ArgMax" bottom: "x" top: "y" argmax_param {{ {param} }}'
+    one, other = (one_layer(layer, {"x": (2, size, 1)}, backend=each) for each in BACKENDS.values())
+    assert one.forward(x=x.reshape(2, size, 1))["y"].tobytes() == other.forward(x=x.reshape(2, size, 1))["y"].tobytes()
 
 
 @settings(max_examples=40, deadline=None)

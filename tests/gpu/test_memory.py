@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ from hypothesis import strategies as st
 from gpu import arena
 from gpu.backend import Backend
 from gpu.blob import BlobReused
+from gpu.describe import describe
 from gpu.memory import ALIGNMENT, Request, aligned, plan
 from gpu.net import Net
+from gpu.solver import Solver
+from gpu.warm import warm_up
 from profiler.errors import StallscopeError, UsageError
-from tests.gpu import nets
+from tests.gpu import nets, test_layers
 
 LENET = nets.DATA / "proto" / "lenet_train_test.prototxt"
 SHAPES = {"data": (4, 1, 28, 28)}
@@ -227,7 +232,6 @@ def test_one_block_holds_all_of_it_and_the_next_net_lies_in_it() -> None:
     reserved = arena.blocks(np).usage().reserved
     address = block.ctypes.data
     del net, block, places
-    gc.collect()
     for _ in range(5):
         net = Net(LENET, "TRAIN", input_shapes=shapes)
         assert net._layout._block.ctypes.data == address
@@ -235,11 +239,72 @@ def test_one_block_holds_all_of_it_and_the_next_net_lies_in_it() -> None:
         net.forward(**nets.feed(net))
         assert arena.blocks(np).usage().reserved == reserved
         del net
-        gc.collect()
     usage = arena.blocks(np).usage()
     assert usage.largest_free is not None
     assert usage.largest_free > 0
     assert arena.blocks(np).release() > 0
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is in a circle stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore::gpu.fields.FieldWarning")  # see test_fields
+def test_a_net_that_nobody_has_any_more_is_gone_at_once(no_collector: None) -> None:
+    """With its parameters and its place in the block, whatever its layers are: no collector has to come by first."""
+    before = arena.blocks(np).usage()
+    left: dict[str, list[str]] = {}
+    for case in test_layers.CASES:
+        net, golden = test_layers.load(case, "compiled", reuse=True)
+        net.forward_only(**{name: golden[f"in_{name}"] for name in net.inputs})
+        if net.phase == "TRAIN" and net.loss:
+            net.backward_only()
+        parts = {"net": net, **{layer.name: layer for layer in net.layers}, **net.blobs}
+        parts |= {f"{name} {i}": blob for name, blobs in net.params.items() for i, blob in enumerate(blobs)}
+        seen = {name: weakref.ref(part) for name, part in parts.items()}
+        del net, parts
+        if alive := [name for name, part in seen.items() if part() is not None]:
+            left[case] = alive
+    assert left == {}
+    after = arena.blocks(np).usage()
+    assert (after.live_blobs, after.used) == (before.live_blobs, before.used)
+
+
+def test_live_blobs_are_those_of_the_nets_that_there_are(no_collector: None) -> None:
+    """Solvers in turn with test nets, which share parameters; nets that only tools make; float16; Filter."""
+
+    def live() -> int:
+        return arena.blocks(np).usage().live_blobs
+
+    text = 'base_lr: 0.001 lr_policy: "fixed" momentum: 0.9 test_iter: 1 test_iter: 1 test_interval: 1'
+    how = {"backend": "numpy", "input_shapes": SHAPES, "test_input_shapes": SHAPES}
+    before, counts = live(), []
+    for precision in ("fp32", "fp16", "fp32"):
+        solver = Solver(text, net=LENET, precision=precision, **how)  # type: ignore[arg-type]
+        solver.step_on(nets.feed(solver.net))
+        for index, net in enumerate(solver.test_nets):
+            solver.test(index, [nets.feed(net)])
+        every = [net.blobs.values() for net in (solver.net, *solver.test_nets)]
+        own = {blob for blobs in (*every, *solver.net.params.values()) for blob in blobs}
+        own |= {blob for net in (solver.net, *solver.test_nets) for blob in net._passes.homes.values()}
+        counts.append((live() - before, len(own)))
+        warm_up(solver.backend)
+        describe(solver.net)
+        debug = Solver(f"{text} debug_info: true display: 1", net=LENET, **how)  # type: ignore[arg-type]
+        debug.step_on(nets.feed(debug.net))
+        del solver, net, every, own, debug
+        counts.append((live() - before, 0))
+    net = Net(nets.inputs(x=(4, 2), s=(4,)) + nets.layer("Filter", "f", ["x", "s"], ["y"]))
+    for rows in (4, 2):
+        net.forward(x=np.ones((4, 2)), s=np.arange(4) < rows)
+    del net
+    counts.append((live() - before, 0))
+    assert [found for found, _ in counts] == [wanted for _, wanted in counts]
 
 
 def test_arrays_that_outlive_their_net_keep_their_numbers() -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from datasets import caffe_pb2
 from gpu.data_layers import DataLayer, Transform, data_layers
-from gpu.prototxt import PrototxtError, filter_net, load_net
+from gpu.lint.check import check
+from gpu.net import Net
+from gpu.prototxt import PrototxtError, filter_net, load_net, read_message
+from gpu.solver import Solver
 from profiler.errors import UsageError
 
 LEGACY = Path(__file__).parents[1] / "data" / "legacy"
@@ -73,6 +78,68 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PrototxtError, match="not UTF-8"):
         load_net(tmp_path / "binary")
+
+
+ONE_LINE_NET = 'input: "x" input_shape { dim: 2 dim: 3 } layer { name: "L" type: "ReLU" bottom: "x" top: "y" }'
+ONE_LINE_SOLVER = 'base_lr: 0.25 lr_policy: "fixed"'
+NET_READERS = {
+    "load_net": load_net,
+    "Net": Net,
+    "data_layers": data_layers,
+    "the net of a Solver": lambda net: Solver(ONE_LINE_SOLVER, net=net, backend="numpy"),
+    "lint": check,
+    "lint of a solver's": lambda net: check(net, ONE_LINE_SOLVER),
+}
+SOLVER_READERS = {
+    "Solver": lambda solver: Solver(solver, net=ONE_LINE_NET, backend="numpy"),
+    "lint": lambda solver: check(ONE_LINE_NET, solver),
+    "read_message": lambda solver: read_message(solver, caffe_pb2.SolverParameter()),
+}
+READERS = [(call, ONE_LINE_NET) for call in NET_READERS.values()]
+READERS += [(call, ONE_LINE_SOLVER) for call in SOLVER_READERS.values()]
+each_reader = pytest.mark.parametrize(
+    ("read", "text"), READERS, ids=[f"net, {name}" for name in NET_READERS] + [f"solver, {n}" for n in SOLVER_READERS]
+)
+
+
+@each_reader
+def test_text_on_one_line_is_text(read: Any, text: str) -> None:
+    read(text)
+    read("  " + text)
+    read(text.replace(" ", "\n"))
+
+
+@each_reader
+def test_a_file_is_a_path_however_it_is_named(
+    read: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("net: 1", "a{b}.prototxt", "a b.prototxt"):
+        Path(name).write_text(text)
+        read(name)
+        read(Path(name))
+        read(tmp_path / name)
+        with pytest.raises(PrototxtError, match=r"gone.*cannot be read: No such file"):
+            read(Path("gone " + name))
+
+
+@each_reader
+def test_what_is_neither_text_nor_a_file(read: Any, text: str, tmp_path: Path) -> None:
+    missing = tmp_path / "missing.prototxt"
+    for source in ("missing.prototxt", str(missing), missing, "s3://bucket/missing.prototxt", "missing"):
+        with pytest.raises(PrototxtError, match=r"missing.*cannot be read: No such file"):
+            read(source)
+    for source in ("", "  "):
+        with pytest.raises(PrototxtError, match="is empty: neither the path of a file nor text"):
+            read(source)
+    for folder in (tmp_path, str(tmp_path), "."):
+        with pytest.raises(PrototxtError, match="cannot be read: Is a directory"):
+            read(folder)
+    with pytest.raises(PrototxtError, match="cannot be read: File name too long"):
+        read("x" * 5000)
+    with pytest.raises(PrototxtError, match=r"text, line 1, column \d+: cannot be read") as caught:
+        read("debug_info:missing.prototxt")
+    assert "no such file" in str(caught.value.hint)
 
 
 RULES = """

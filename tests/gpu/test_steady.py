@@ -90,8 +90,7 @@ def test_updates_allocate_nothing(rule: str) -> None:
 
 
 def test_every_layer_that_is_compared_with_caffe_allocates_nothing() -> None:
-    """Not even an array of a value a channel. Four types sort, or choose, and take row numbers for it anew."""
-    sorting = ("argmax", "batch_reindex", "embed", "filter")
+    """Not even an array of a value a channel."""
     found: dict[str, set[tuple[str, int]]] = {}
     for case in test_layers.CASES:
         net, golden = test_layers.load(case, "compiled")
@@ -113,8 +112,7 @@ def test_every_layer_that_is_compared_with_caffe_allocates_nothing() -> None:
                 step()
         if larger := {key for key in counts if key[1] > 16}:
             found[case] = larger
-    assert all(case.startswith(sorting) for case in found), found
-    assert all(size <= 8 * 30 for larger in found.values() for _, size in larger), found
+    assert found == {}
 
 
 @pytest.mark.parametrize("name", ["every", "lenet"])

@@ -49,6 +49,7 @@ LAYERS = {
     "mean": ((5, 6, 9, 11), 'type: "Pooling" pooling_param { pool: AVE kernel_size: 3 stride: 2 }'),
     "lrn": ((5, 6, 9, 11), 'type: "LRN" lrn_param { local_size: 3 }'),
 }
+EMBED = "embed_param { input_dim: 5 num_output: 6 }"
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -65,6 +66,19 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(name: str) -> None:
         y = net.forward(x=x)["y"]
         dx = net.backward(y=np.sin(np.arange(y.size, dtype=np.float32)).reshape(y.shape))["x"]
         found.append([y.tobytes(), dx.tobytes(), *(blob.diff.tobytes() for blob in net.params.get("L", []))])
+    assert all(other == found[0] for other in found[1:])
+
+
+def test_places_and_sums_of_picks_do_not_depend_on_the_number_of_threads() -> None:
+    rng, found = np.random.default_rng(0), []
+    x, rows = rng.standard_normal((7, 9, 4), np.float32), rng.integers(0, 5, 40)
+    for count in (1, 2, 3, 7):
+        set_threads(count)
+        places = layer_net(x.shape, "type: 'ArgMax' bottom: 'x' top: 'y' argmax_param { top_k: 3 axis: 1 }")
+        table = layer_net(rows.shape, f"type: 'Embed' bottom: 'x' top: 'y' {EMBED}", phase="TRAIN")
+        table.forward(x=rows)
+        table.backward(y=np.sin(np.arange(240, dtype=np.float32)).reshape(40, 6))
+        found.append([places.forward(x=x)["y"].tobytes(), *(blob.diff.tobytes() for blob in table.params["L"])])
     assert all(other == found[0] for other in found[1:])
 
 
