@@ -159,7 +159,6 @@ def test_errors_name_the_key_and_what_is_allowed(document: dict[str, Any], fragm
     [
         ("trainers", 2),
         ("shards", 4),
-        ("data.order.emit", "arrival"),
         ("profile.fingerprints", "layer"),
         ("chaos", [{"kill": 1}]),
     ],
