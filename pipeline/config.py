@@ -302,7 +302,7 @@ def _refuse_later_values(config: Config) -> None:
 
 
 def _order_notes(config: Config) -> tuple[str, ...]:
-    """What has to be said of ``emit: arrival``. Raises :class:`UsageError` where the file asks for the same run twice."""
+    """What has to be said of ``emit: arrival``. Raises :class:`UsageError` where equal runs are asked for beside it."""
     if config.data.order.emit == "strict":
         return ()
     if config.device.deterministic and "deterministic" in config.device.model_fields_set:

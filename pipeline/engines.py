@@ -194,7 +194,8 @@ class AheadEngine:
             )
             self._tuner.wait(2 * self.ring.depth)
             if self.ring.arrival:
-                recorder.note("emission", emit="arrival", phase=spec.phase, overtaken_at_most=OVERTAKE * self.ring.depth)
+                most_ahead = OVERTAKE * self.ring.depth
+                recorder.note("emission", emit="arrival", phase=spec.phase, most_ahead=most_ahead)
             stack.pop_all()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -116,7 +117,8 @@ _slow: bool | None = None
 def uneven(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
     """15 ms a record in the first worker process that comes here, 1 ms in the others."""
     global _slow
-    if multiprocessing.parent_process() is not None:
+    driver = os.environ.get("STALLSCOPE_TEST_DRIVER", str(os.getpid()))  # of Ray's: its workers are no children
+    if multiprocessing.parent_process() is not None or driver != str(os.getpid()):
         if _slow is None:
             try:
                 os.close(os.open(os.environ["STALLSCOPE_TEST_UNEVEN"], os.O_CREAT | os.O_EXCL))
@@ -124,6 +126,19 @@ def uneven(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.
             except FileExistsError:
                 _slow = False
         time.sleep(0.015 if _slow else 0.001)
+    return image, label
+
+
+gate, someone_at_the_gate = threading.Event(), threading.Event()
+
+
+def waits_at_the_gate(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    """The feed's first thread makes nothing until the gate is open; the others begin when it has got there."""
+    if threading.current_thread().name == "stallscope-feed-1":
+        someone_at_the_gate.set()
+        assert gate.wait(60)
+    elif threading.current_thread() is not threading.main_thread():
+        assert someone_at_the_gate.wait(60)
     return image, label
 
 
