@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import Feed, ray_runtime
+from pipeline import Feed, checkpoint, ray_runtime
 from pipeline.crew import FeedError
 from pipeline.emission import MOST_AHEAD, OVERTAKE, Given, checked, resumed
 from pipeline.process import Process
@@ -26,12 +26,13 @@ from pipeline.ring_arrival import ArrivalRing, attach
 from pipeline.shared import RingError
 from pipeline.spec import FeedSpec, TransformSpec
 from pipeline.transforms import TransformError
-from profiler.errors import UsageError
+from profiler.errors import StallscopeError, UsageError
 from profiler.events import Kind, Stage
 from profiler.recorder import Recorder
 from profiler.store import load_run
 from tests.pipeline import functions
 from tests.pipeline.faults import audit
+from tests.pipeline.test_iter_size import job
 
 # -- which steps were given out --------------------------------------------------------------------------------------
 
@@ -325,10 +326,10 @@ def test_the_record_says_which_batch_each_turn_got(gate: Any, tmp_path: Path) ->
 def test_an_error_comes_when_no_other_batch_of_the_epoch_is_ready() -> None:
     """One thread ends with the first seven, the other goes on as far as it can: to the second one."""
     spec = replace(
-        STUCK, source="tests/data/db/mnist_test_lmdb", batch=1, shuffle="none", stop_step=None,
+        STUCK, source="memory:records=60,shape=1x4x4", batch=1, shuffle="none", stop_step=None,
         transform=TransformSpec(python="tests.pipeline.functions:breaks_on_label_7"),
     )  # fmt: skip
-    with Feed(replace(spec, threads=0, stop_step=40, transform=TransformSpec())) as feed:
+    with Feed(replace(spec, threads=0, stop_step=60, transform=TransformSpec())) as feed:
         sevens = [batch.step for batch in feed if batch.labels[0] == 7]
     got: list[int] = []
     with Feed(spec) as feed, pytest.raises(TransformError, match="seven is right out"):
@@ -358,6 +359,58 @@ def test_whoever_holds_all_slots_is_told(gate: Any) -> None:
         for batch in held:
             batch.release()
         assert len({batch.step for batch in held} | {batch.step for batch in feed}) == 36
+
+
+# -- a job -----------------------------------------------------------------------------------------------------------
+
+
+def records_of(folder: Path) -> list[tuple[int, list[int]]]:
+    """(step, record numbers) of all batches that the loop took, part after part, in the order of taking."""
+    import pyarrow as pa
+
+    rows: list[tuple[int, list[int]]] = []
+    for path in sorted((folder / "records").glob("*.arrows"), key=lambda path: path.stat().st_mtime_ns):
+        table = pa.ipc.open_stream(path.read_bytes()).read_all()
+        rows += zip(table["step"].to_pylist(), table["ids"].to_pylist(), strict=True)
+    return rows
+
+
+def test_a_job_that_ends_with_a_gap_goes_on_with_what_is_missing(
+    gate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = checkpoint.write
+
+    def write(folder: Path, iteration: int, *rest: Any) -> Any:
+        made = original(folder, iteration, *rest)
+        if iteration == 4:
+            gate.set()
+            raise StallscopeError("the light went out")
+        return made
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    flags = [
+        "--data.order.emit=arrival", "--feed.threads=2", "--feed.depth=4", "--run.checkpoint_every=4",
+        "--data.transform.python=tests.pipeline.functions:waits_at_the_gate",
+    ]  # fmt: skip
+    with pytest.raises(StallscopeError, match="the light went out"):
+        job(tmp_path, "job", 2, 1, *flags)
+    assert "note: data.order.emit: arrival takes batches as they become ready" in capsys.readouterr().out
+    position = json.loads((tmp_path / "job" / "snapshots" / "iter_4.json").read_text())["position"]
+    assert position["given"], "there is a gap"
+    before = records_of(tmp_path / "job")
+    assert len(before) == 4
+    for name in ("events", "records"):  # of another process, as after a real end
+        for path in (tmp_path / "job" / name).glob("*.arrows"):
+            path.rename(path.with_stem(f"{path.stem}0"))
+    assert job(tmp_path, "job", 2, 1, *flags, "--run.if_exists=resume") == 0
+    taken = records_of(tmp_path / "job")
+    assert taken[:4] == before
+    assert sorted(step for step, _ in taken) == [*range(9)]
+    with Feed(str(tmp_path / "db"), batch=2, seed=1, shuffle="full", stop_step=9) as feed:
+        assert sorted(taken) == [(batch.step, batch.ids.tolist()) for batch in feed]
+    found = {one["kind"]: one["text"] for one in json.loads((tmp_path / "job" / "report.json").read_text())["findings"]}
+    assert "data.order.emit: arrival" in found["emission"]
+    assert "this is the cause" in found["emission"]
 
 
 # -- through Ray -----------------------------------------------------------------------------------------------------
