@@ -305,6 +305,10 @@ def _order_notes(config: Config) -> tuple[str, ...]:
     """What has to be said of ``emit: arrival``. Raises :class:`UsageError` where equal runs are asked for beside it."""
     if config.data.order.emit == "strict":
         return ()
+    if config.feed.engine == "inline" and config.feed.threads == 0:
+        return (
+            "data.order.emit: arrival changes nothing with feed.engine: inline without threads: its order is strict",
+        )
     if config.device.deterministic and "deterministic" in config.device.model_fields_set:
         raise UsageError(
             "data.order.emit: arrival and device.deterministic: true exclude each other",

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pipeline import Feed, checkpoint, ray_runtime
 from pipeline.crew import FeedError
@@ -37,6 +39,7 @@ from tests.pipeline.test_iter_size import job
 # -- which steps were given out --------------------------------------------------------------------------------------
 
 
+@settings(max_examples=50)
 @given(st.integers(0, 50), st.permutations(range(40)), st.integers(0, 40))
 def test_given_counts_like_a_set(oldest: int, order: list[int], taken: int) -> None:
     steps, out = Given(oldest), set[int]()
@@ -143,7 +146,7 @@ def simulate(
 times = st.lists(st.integers(0, 40), min_size=1, max_size=25)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), times, times, st.integers(0, 20), st.sets(st.integers(1, 30), max_size=12))
 def test_any_service_times_give_each_step_once_oldest_first_an_epoch_after_the_other(
     depth: int, workers: int, services: list[int], taking: list[int], start: int, ahead: set[int]
@@ -205,6 +208,81 @@ def test_a_lost_batch_is_made_again_before_any_new_one_and_a_late_answer_is_refu
     finally:
         there.close()
         ring.close()
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Any sequence of events, workers lost among them: each step is leased once, none by two, none is forgotten."""
+
+    rows = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring = ArrivalRing.create(2, 16, most=5, given=((1, 2), (4, 4)))
+        self.claims: dict[int, Claim] = {}
+        self.ready: list[int] = []
+        self.leased: list[int] = []
+        self.taken = {1, 2, 4}
+        with subprocess.Popen(["/bin/true"]) as child:
+            child.wait()
+            self.dead = Process(child.pid)
+        for row in range(self.rows):
+            self.ring.enter(row)
+
+    @rule(row=st.integers(0, rows - 1))
+    def claim(self, row: int) -> None:
+        if row not in self.claims and isinstance(found := self.ring.claim(row), Claim):
+            assert found.step not in {*self.taken, *self.ready, *(other.step for other in self.claims.values())}
+            self.claims[row] = found
+
+    @rule(row=st.integers(0, rows - 1))
+    def make(self, row: int) -> None:
+        if row in self.claims:
+            done = self.claims.pop(row)
+            self.ring.ready(row, done, items=1, epoch=0, hashes={"fill": done.step})
+            self.ready.append(done.step)
+
+    @rule(row=st.integers(0, rows - 1))
+    def lose(self, row: int) -> None:
+        lost = self.claims.pop(row, None)
+        assert self.ring.reclaim(row, self.dead) == (lost.step if lost else None)
+        self.ring.enter(row)
+
+    @precondition(lambda self: self.ring.depth < 5)
+    @rule()
+    def grow(self) -> None:
+        self.ring.grow(self.ring.depth + 1)
+
+    @rule()
+    def lease(self) -> None:
+        turn = self.ring.turn(0)
+        assert turn == (self.ready[0] if self.ready else -1)
+        if turn >= 0:
+            assert self.ring.lease(turn).hashes["fill"] == turn
+            self.leased.append(self.ready.pop(0))
+            self.taken.add(turn)
+
+    @precondition(lambda self: self.leased)
+    @rule(which=st.integers(0, 4))
+    def release(self, which: int) -> None:
+        self.ring.release(self.leased.pop(which % len(self.leased)))
+
+    @invariant()
+    def nothing_is_forgotten(self) -> None:
+        counts = self.ring.counts()
+        assert sum(counts.values()) == self.ring.depth
+        assert (counts["filling"], counts["ready"], counts["leased"]) == (
+            len(self.claims), len(self.ready), len(self.leased)
+        )  # fmt: skip
+        begun = set(range(self.ring.next_step)) - self.taken
+        assert len(begun) == counts["filling"] + counts["ready"] + counts["redo"]
+
+    def teardown(self) -> None:
+        self.ring.close()
+        self.dead.close()
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 
 
 @pytest.fixture
