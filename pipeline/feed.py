@@ -179,7 +179,8 @@ class Feed:
         """Steps from the first to the last. Raises :class:`TypeError` for an endless feed, as its kind does."""
         if self.spec.stop_step is None:
             raise TypeError("a feed without epochs or stop_step has no end and no len(); see feed.steps_per_epoch")
-        return max(0, self.spec.stop_step - self.spec.start_step - sum(b - a + 1 for a, b in self.spec.given))
+        begin, stop = self.spec.start_step, self.spec.stop_step
+        return max(0, stop - begin - sum(step < stop for step in Given(begin, self.spec.given).beyond))
 
     def __bool__(self) -> bool:
         return True

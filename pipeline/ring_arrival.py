@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 from pipeline import ring_layout as layout
-from pipeline.emission import OVERTAKE, Given
+from pipeline.emission import MOST_AHEAD, OVERTAKE, Given
 from pipeline.ring import Ready, Ring, RingAddress, State
 
 _FREE, _READY, _LEASED = State.FREE.value, State.READY.value, State.LEASED.value
@@ -38,7 +38,7 @@ class ArrivalRing(Ring):
         ring = super().create(
             depth, slot_bytes, most=most, start_step=start_step, stop_step=stop_step, poison=poison, given=given
         )
-        ring._header[0]["window"] = OVERTAKE * depth
+        ring._header[0]["window"] = min(OVERTAKE * depth, MOST_AHEAD)
         ring._leased = Given(start_step, given)
         ring._fence = start_step
         return ring
