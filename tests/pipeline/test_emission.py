@@ -496,7 +496,7 @@ def test_a_job_that_ends_with_a_gap_goes_on_with_what_is_missing(
 UNEVEN = FeedSpec(
     "memory:records=960,shape=1x4x4", 20, shuffle="full", seed=3, tail="partial", depth=4, stop_step=96,
     fingerprints="step", engine="ray", workers=2, max_restarts=50,
-    transform=TransformSpec(python="tests.pipeline.functions:uneven"),
+    transform=TransformSpec(python="tests.pipeline.functions:uneven_batches"),
 )  # fmt: skip
 
 
@@ -532,7 +532,7 @@ def test_one_slow_worker_holds_up_strict_order_and_not_arrival(tmp_path: Path) -
         taken[emit], order, seen, _ = run_uneven(spec, tmp_path / emit)
         audit(seen, 1920, 1)
         assert (order == sorted(order)) == (emit == "strict")
-    assert taken["strict"] > 2 * taken["arrival"], taken
+    assert taken["strict"] > 1.8 * taken["arrival"], taken
 
 
 @pytest.mark.ray
