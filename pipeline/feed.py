@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline import bad_records
+from pipeline import bad_records, position
 from pipeline.batch import Batch
 from pipeline.content import content
 from pipeline.crew import FeedError
-from pipeline.emission import Given, Ranges, checked
+from pipeline.emission import Given, Ranges
 from pipeline.engines import Engine, engine_of, start_depth
 from pipeline.feed_options import Wanted, spec_of
 from pipeline.maker import probe, stream_of
@@ -426,31 +426,7 @@ class Feed:
                 "the position of a feed can only be set before it has started: a batch was taken, or it is closed",
                 hint="make another Feed for the saved position",
             )
-        step = state.get("next_step") if isinstance(state, Mapping) else None
-        if not isinstance(step, int) or step < 0:
-            raise UsageError(
-                "this is no position of a feed", expected="what state_dict() gave: next_step and the rest", found=state
-            )
-        given = checked(step, state.get("given", ()))
-        mine = self.state_dict()
-        if None in (state.get("content"), mine["content"]):  # of an older feed, say
-            mine.pop("content")
-        for key in {**mine, "origin": None}:
-            if key not in ("next_step", "given", "bad_records") and state.get(key) != mine.get(key):
-                if key == "content":
-                    raise UsageError(
-                        f"the saved position belongs to another data set of {self.records} records",
-                        expected=f"the records of {self.spec.source}",
-                        found="others under the same positions (16 were compared)",
-                        hint="name the data set that it was saved with; where that lies now, and in which database, "
-                        "does not matter",
-                    )
-                raise UsageError(
-                    f"the saved position belongs to another stream: {key} differs",
-                    expected=mine.get(key),
-                    found=state.get(key),
-                    hint="resume with the same data set and data.* settings, or start anew",
-                )
+        step, given = position.read(state, self.state_dict, self.spec.source)
         self.begin_at(step, given, state.get("bad_records", ()))
 
     def begin_at(self, step: int, given: Ranges = (), bad_records: Iterable[int] = ()) -> None:
