@@ -51,7 +51,13 @@ class Snapshot:
         """The step that got the first batch of the stream: 0, or the iteration of the state of Caffe's before it."""
         if not self.sidecar:
             return self.iteration
-        return int(self.sidecar.get("position", {}).get("origin", 0))
+        return int(self.position.get("origin", 0))
+
+    @property
+    def position(self) -> Mapping[str, Any]:
+        """What the feed's ``state_dict`` said; empty for Caffe's files."""
+        position: Mapping[str, Any] = self.sidecar.get("position", {})
+        return position
 
 
 @dataclass(frozen=True)

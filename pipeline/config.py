@@ -221,6 +221,7 @@ class Config(_Model):
 
     def model_post_init(self, _context: Any) -> None:
         _refuse_later_values(self)
+        self._notes = _order_notes(self)
         for name, transform in (
             ("data.transform", self.data.transform),
             ("data.train.transform", self.data.train.transform),
@@ -282,7 +283,6 @@ class Config(_Model):
 _NOW: dict[str, tuple[Any, ...]] = {
     "trainers": (1,),
     "shards": (1,),
-    "data.order.emit": ("strict",),
     "profile.fingerprints": ("off", "step"),
     "chaos": ((),),
 }
@@ -299,6 +299,26 @@ def _refuse_later_values(config: Config) -> None:
             raise UsageError(
                 f"not supported in this version: {key}: {found}", expected=shown, hint=f"leave {key} out or set it so"
             )
+
+
+def _order_notes(config: Config) -> tuple[str, ...]:
+    """What has to be said of ``emit: arrival``. Raises :class:`UsageError` where equal runs are asked for beside it."""
+    if config.data.order.emit == "strict":
+        return ()
+    if config.feed.engine == "inline" and config.feed.threads == 0:
+        return (
+            "data.order.emit: arrival changes nothing with feed.engine: inline without threads: its order is strict",
+        )
+    if config.device.deterministic and "deterministic" in config.device.model_fields_set:
+        raise UsageError(
+            "data.order.emit: arrival and device.deterministic: true exclude each other",
+            expected="emit: strict, or deterministic: false (or left out: then it holds for the arithmetic alone)",
+            hint="batches that are taken as they become ready come in another order in each run",
+        )
+    return (
+        "data.order.emit: arrival takes batches as they become ready: their order, and so the weights, differ from run "
+        "to run; each batch's own bytes do not",
+    )
 
 
 def _check_transform(name: str, transform: TransformConfig | None) -> None:

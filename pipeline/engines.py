@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline import adaptive
 from pipeline.crew import Crew, FeedError, Launcher
+from pipeline.emission import OVERTAKE
 from pipeline.maker import BatchMaker, LocalReader, Probe, Slot, stream_of
 from pipeline.ring import POLL_S, Blocked, Claim, Ready, Ring
+from pipeline.ring_arrival import ArrivalRing
 from pipeline.shared import RingError
 from pipeline.spec import FeedSpec
 from pipeline.threads import ThreadCrew
@@ -40,7 +42,8 @@ class Engine(Protocol):
     def pids(self) -> list[int]: ...
 
     def get(self, step: int) -> Ready:
-        """Wait for the batch of a step and lease it; steps come in order."""
+        """Wait for the batch of a step and lease it; steps come in order. With ``emit: arrival`` step is the oldest
+        that was not leased, and another batch of its epoch may be ready before."""
         ...
 
     def get_ready(self, step: int) -> Ready | None:
@@ -72,9 +75,14 @@ def start_depth(spec: FeedSpec, workers: int) -> int:
 def _ring(spec: FeedSpec, probed: Probe, workers: int) -> tuple[Ring, list[Slot]]:
     nbytes, depth = probed.layout.nbytes, start_depth(spec, workers)
     most = adaptive.most_depth(depth, nbytes, available_memory()) if spec.depth == "auto" else depth
-    ring = Ring.create(
-        depth, nbytes, most=most, start_step=spec.start_step, stop_step=spec.stop_step, poison=spec.poison
-    )
+    kind = ArrivalRing if spec.emit == "arrival" and workers else Ring  # one maker makes them in order
+    ring = kind.create(
+        depth, nbytes, most=most, start_step=spec.start_step, stop_step=spec.stop_step, poison=spec.poison,
+        given=spec.given,
+    )  # fmt: skip
+    if isinstance(ring, ArrivalRing):
+        stream = stream_of(spec, probed.records)
+        ring.epoch_end = lambda step: spec.origin + stream.first_step(stream.epoch_of(spec.place(step)) + 1)
     return ring, [probed.layout.views(ring.payload(index)) for index in range(ring.capacity)]
 
 
@@ -85,11 +93,12 @@ def _not_held(ring: Ring, step: int) -> None:
     """
     if ring.is_leased(step):
         for depth in range(ring.depth + 1, ring.capacity + 1):
-            if step % depth >= ring.depth:
+            if ring.arrival or step % depth >= ring.depth:
                 ring.grow(depth)
                 return
         raise FeedError(
-            f"step {step} needs the slot of step {step - ring.depth}, which the consumer still holds",
+            f"step {step} needs {'a slot' if ring.arrival else f'the slot of step {step - ring.depth}'}, "
+            "which the consumer still holds",
             expected=f"a feed.depth larger than the {ring.counts()['leased']} batches held",
             found=f"feed.depth {ring.depth}",
             hint="release held batches earlier, or a larger feed.depth",
@@ -184,6 +193,9 @@ class AheadEngine:
                 adaptive.Limits((fewest, max(most, workers)), (self.ring.depth, self.ring.capacity))
             )
             self._tuner.wait(2 * self.ring.depth)
+            if self.ring.arrival:
+                most_ahead = OVERTAKE * self.ring.depth
+                recorder.note("emission", emit="arrival", phase=spec.phase, most_ahead=most_ahead)
             stack.pop_all()
 
     @property
@@ -195,12 +207,12 @@ class AheadEngine:
         return self._crew.pids
 
     def get(self, step: int) -> Ready:
-        self._wait(step, lambda: False)
-        return self.ring.lease(step)
+        return self.ring.lease(self._wait(step, lambda: False))
 
     def get_ready(self, step: int) -> Ready | None:
         self._look()
-        return self.ring.lease(step) if self.ring.is_ready(step) else None
+        turn = self.ring.turn(step)
+        return self.ring.lease(turn) if turn >= 0 else None
 
     def warm_up(self, step: int, timeout_s: float, cancelled: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s
@@ -242,18 +254,20 @@ class AheadEngine:
             self._check()
             self._crew.notice()
 
-    def _wait(self, step: int, enough: Callable[[], bool]) -> None:
+    def _wait(self, step: int, enough: Callable[[], bool]) -> int:
+        """The step to lease, -1 after ``enough``."""
         self._look()
         waited_s = 0.0
-        while not self.ring.is_ready(step) and not enough():
+        while (turn := self.ring.turn(step)) < 0 and not enough():
             _not_held(self.ring, step)
             before = time.monotonic()
             self.ring.wait_ready(POLL_S, also=self._crew.fds)
-            if self.ring.is_ready(step):
-                return
+            if (turn := self.ring.turn(step)) >= 0:
+                return turn
             self._check()
             waited_s += min(time.monotonic() - before, 5 * POLL_S)  # a pause of the whole job is no waiting
             self._crew.watch(step, waited_s)
+        return turn
 
     def _check(self) -> None:
         """Raise what is wrong with the system that runs the workers."""

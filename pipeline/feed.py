@@ -1,11 +1,12 @@
-"""The consumer's side of the feed: batches in strict order, each a view of a slot of the ring.
+"""The consumer's side of the feed: batches in order (``emit: arrival``: as they are ready), each a view of a slot.
 
     with Feed("data/train_lmdb", batch=64, shuffle=True) as feed:     # or Feed(config)
         for batch in feed.epoch():
             ...                      # batch.data, batch.labels, batch.ids: valid until the batch is given back
 
 A batch is given back by ``batch.release()``, and in any case when the next one is asked for, unless ``batch.hold()``
-was called: whoever holds must release. The position is one number, ``next_step``; it is all that a resume needs.
+was called: whoever holds must release. The position is one number, ``next_step`` (and with ``emit: arrival`` which
+later steps were given out: :mod:`pipeline.emission`); it is all that a resume needs.
 ``peek()`` shows a batch that is ready before its turn, so that its copy to a device can begin; that moves no position.
 """
 
@@ -25,10 +26,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline import bad_records
+from pipeline import bad_records, position
 from pipeline.batch import Batch
 from pipeline.content import content
 from pipeline.crew import FeedError
+from pipeline.emission import Given, Ranges
 from pipeline.engines import Engine, engine_of, start_depth
 from pipeline.feed_options import Wanted, spec_of
 from pipeline.maker import probe, stream_of
@@ -99,6 +101,7 @@ class Feed:
             epochs, cycle = self._checked(epochs), self.spec.cycle
             last = epochs * cycle if cycle else self.spec.origin + self._stream.first_step(epochs)
             self.spec = replace(self.spec, stop_step=last)
+        self._given = Given(self.spec.start_step, self.spec.given)
         self._next_step = self.spec.start_step
         self._engine: Engine | None = None
         self._end: weakref.finalize[Any, Any] | None = None  # closes the engine, once
@@ -176,7 +179,8 @@ class Feed:
         """Steps from the first to the last. Raises :class:`TypeError` for an endless feed, as its kind does."""
         if self.spec.stop_step is None:
             raise TypeError("a feed without epochs or stop_step has no end and no len(); see feed.steps_per_epoch")
-        return max(0, self.spec.stop_step - self.spec.start_step)
+        begin, stop = self.spec.start_step, self.spec.stop_step
+        return max(0, stop - begin - sum(step < stop for step in Given(begin, self.spec.given).beyond))
 
     def __bool__(self) -> bool:
         return True
@@ -220,7 +224,7 @@ class Feed:
 
     @property
     def next_step(self) -> int:
-        """The step of the batch that comes next."""
+        """The step of the batch that comes next; with ``emit: arrival`` the oldest that was not given out."""
         return self._next_step
 
     def __iter__(self) -> Self:
@@ -230,22 +234,26 @@ class Feed:
         if self._last is not None and not self._last._held:
             self._last.release()
         self._last = None
-        step = self._next_step
         if self._failed is not None:
             raise self._failed
-        if self.spec.stop_step is not None and step >= self.spec.stop_step:
+        if self.spec.stop_step is not None and self._next_step >= self.spec.stop_step:
             raise StopIteration
+        turn = self._given.count
         flags = (Flag.FIRST if self._first else 0) | (Flag.TEST_PHASE if self.spec.phase == "TEST" else 0)
         began = time.monotonic_ns()
-        with self.recorder.span(Stage.FEED_WAIT, step=step, flags=flags) as span:
+        with self.recorder.span(Stage.FEED_WAIT, step=turn, flags=flags) as span:
             engine = self._started()
-            batch = self._ahead.popleft() if self._ahead else self._leased(engine, engine.get(step))
+            batch = self._ahead.popleft() if self._ahead else self._leased(engine, engine.get(self._next_step))
             span.epoch, span.slot, span.items = batch.epoch, batch.slot, len(batch)
+        if batch.step != turn:
+            self.recorder.mark(
+                Stage.ORDER, step=turn, epoch=batch.epoch, slot=batch.slot, items=batch.step, flags=flags
+            )
         self._count_time(engine, batch, began)
         if self._tally is not None:
             self._count_bad(self._tally, batch)
         self._first = False
-        self._next_step = step + 1
+        self._next_step = self._given.add(batch.step)
         self._delivered += 1
         self._items += len(batch)
         self._last = batch
@@ -258,7 +266,7 @@ class Feed:
         """
         self._check_process()
         while len(self._ahead) <= ahead:
-            step, stop = self._next_step + len(self._ahead), self.spec.stop_step
+            step, stop = self._given.missing(len(self._ahead)), self.spec.stop_step
             if self._failed is not None or self._engine is None or (stop is not None and step >= stop):
                 return None
             ready = self._engine.get_ready(step)
@@ -360,7 +368,7 @@ class Feed:
         self._took_ns = now
 
     def _count_bad(self, tally: bad_records.Tally, batch: Batch) -> None:
-        """Count what the batch says about bad records: here and not where it was made, so that the order is strict."""
+        """Count what the batch says about bad records: in the order in which they are given out, not made."""
         try:
             tally.take(batch.step, batch.epoch, batch._bad)
         except StallscopeError as error:
@@ -405,6 +413,7 @@ class Feed:
             "content": self._content(),
             "on_bad_record": spec.on_bad_record, "bad_records": sorted(self._tally.known) if self._tally else [],
             **({"origin": spec.origin} if spec.origin else {}),
+            **({"given": [list(run) for run in self._given.ranges()]} if self._given.beyond else {}),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -417,34 +426,19 @@ class Feed:
                 "the position of a feed can only be set before it has started: a batch was taken, or it is closed",
                 hint="make another Feed for the saved position",
             )
-        step = state.get("next_step") if isinstance(state, Mapping) else None
-        if not isinstance(step, int) or step < 0:
-            raise UsageError(
-                "this is no position of a feed", expected="what state_dict() gave: next_step and the rest", found=state
-            )
-        mine = self.state_dict()
-        if None in (state.get("content"), mine["content"]):  # of an older feed, say
-            mine.pop("content")
-        for key in {**mine, "origin": None}:
-            if key not in ("next_step", "bad_records") and state.get(key) != mine.get(key):
-                if key == "content":
-                    raise UsageError(
-                        f"the saved position belongs to another data set of {self.records} records",
-                        expected=f"the records of {self.spec.source}",
-                        found="others under the same positions (16 were compared)",
-                        hint="name the data set that it was saved with; where that lies now, and in which database, "
-                        "does not matter",
-                    )
-                raise UsageError(
-                    f"the saved position belongs to another stream: {key} differs",
-                    expected=mine.get(key),
-                    found=state.get(key),
-                    hint="resume with the same data set and data.* settings, or start anew",
-                )
+        step, given = position.read(state, self.state_dict, self.spec.source)
+        self.begin_at(step, given, state.get("bad_records", ()))
+
+    def begin_at(self, step: int, given: Ranges = (), bad_records: Iterable[int] = ()) -> None:
+        """Go on at a step, without those of the later ones that were given out before. Only before the first batch.
+
+        bad_records: those that an earlier part of the run found, which count as known.
+        """
         self._stop()  # `with` has started it already, at another step
-        self._next_step = step
-        self.spec = self.spec.starting_at(step)
-        self.remember_bad(state.get("bad_records", ()))
+        self._next_step, self._given = step, Given(step, given)
+        self.spec = self.spec.starting_at(step, given)
+        if self._tally is not None:
+            self._tally.known.update(bad_records)
 
     def _content(self) -> str | None:
         if self.known_content is None:
@@ -452,11 +446,6 @@ class Feed:
             with contextlib.suppress(StallscopeError, OSError), open_data(replace(self.spec, lock=False)) as source:
                 self.known_content = content(source, tolerant=True)
         return self.known_content
-
-    def remember_bad(self, records: Iterable[int]) -> None:
-        """Count these records as known to be bad: an earlier part of the run found them (``state_dict`` tells)."""
-        if self._tally is not None:
-            self._tally.known.update(records)
 
     def identity(self) -> dict[str, Any]:
         """What the data set is (path, backend, records, and what changes with its content)."""

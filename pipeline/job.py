@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline import checkpoint, runfolder
+from pipeline import checkpoint, emission, runfolder
 from pipeline.checkpoint import Snapshot
 from pipeline.config import Config, Phase
 from pipeline.display import Display
@@ -209,8 +209,8 @@ class Job:
     def snapshot(self) -> None:
         """Write weights, solver state and the sidecar of this step."""
         position = {
-            "position": {**self.feed.state_dict(), "next_step": self.step},
-            "epoch": self.feed.epoch_of(self.step),
+            "position": self.feed.state_dict(),
+            "epoch": self.feed.epoch_of(self.feed.next_step),
             "stream": self.stream,
             "seeds": {"run": self.config.run.seed, "order": self.config.order_seed, "solver": self.solver.seed},
             "net": runfolder.file_identity(self.config.net),
@@ -263,10 +263,11 @@ class Job:
             from pipeline import ray_runtime
 
             stack.enter_context(ray_runtime.running(config, address))
-        self.feed = self._make_feed("TRAIN", self.step, self.last_step)
+        position = self._start.position if self._start is not None else {}
+        begin, stop, given = emission.resumed(self.step, self.last_step, position)
+        self.feed = self._make_feed("TRAIN", begin, stop)
+        self.feed.begin_at(begin, given, position.get("bad_records", ()))
         self.feed.known_content = self.identities["train"]["content"]
-        if self._start is not None:
-            self.feed.remember_bad(self._start.sidecar.get("position", {}).get("bad_records", ()))
         # Before any memory of the rings is taken: a job that is too large is told what all of it needs.
         self.solver: Any = NoSolver() if config.only_feeds else self._open_solver(backend)
         for feed in self._feeds:

@@ -8,8 +8,9 @@ The life of a slot::
                       v  |
                       REDO        its worker died: the slot stays promised to the same step
 
-* Step ``s`` lives in slot ``s % depth``. Workers may finish out of order; the consumer leases in order. Steps are
-  claimed in order and a claimed step always has its slot, so the step the consumer waits for can never starve.
+* Step ``s`` lives in slot ``s % depth``. Workers may finish out of order; the consumer leases in order (as they become
+  ready: :mod:`pipeline.ring_arrival`). Steps are claimed in order and a claimed step always has its slot, so the step
+  the consumer waits for can never starve. Steps that were given out before the ring was made are passed over.
 * A ring may grow (:meth:`Ring.grow`): steps that were claimed before stay where they are, later ones spread over more
   slots. Addresses are given for the most slots at the start, memory only as they come into use.
 * The memory is a ``memfd``: it has no name, so nothing is left behind however the processes end, and /dev/shm does not
@@ -29,9 +30,10 @@ import mmap
 import os
 import select
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -53,8 +55,9 @@ class State(IntEnum):
 
 
 _FREE, _FILLING, _READY, _LEASED, _REDO = (state.value for state in State)  # an enum compares slowly
-_NEXT_STEP, _STOP_STEP, _RELEASED, _STOP, _POISON, _SPAN_COUNT = map(
-    layout.header_word, ("next_step", "stop_step", "released", "stop", "poison", "span_count")
+_NEXT_STEP, _STOP_STEP, _RELEASED, _STOP, _POISON, _SPAN_COUNT, _START_STEP, _GIVEN_END, _GIVEN = map(
+    layout.header_word,
+    ("next_step", "stop_step", "released", "stop", "poison", "span_count", "start_step", "given_end", "given"),
 )
 _HEARTBEAT, _MAKING, _ENDED, _RETIRED = map(layout.worker_word, ("heartbeat_ns", "step", "ended", "retired"))
 _STATE, _OWNER, _STEP, _ITEMS, _EPOCH, _REDONE, _CLAIMED, _READY_NS, _HASHES = map(
@@ -82,6 +85,7 @@ class RingAddress:
     ready_fd: int
     free_fd: int
     nbytes: int
+    arrival: bool = False
 
 
 class Claim(NamedTuple):
@@ -106,6 +110,8 @@ class Ready(NamedTuple):
 
 class Ring:
     """One mapping of the ring. Made by the consumer with :meth:`create`, by workers with :meth:`attach`."""
+
+    arrival = False
 
     def __init__(self, address: RingAddress, fds: tuple[int, int, int], created: bool) -> None:
         self.address = address
@@ -133,9 +139,11 @@ class Ring:
     @classmethod
     def create(
         cls, depth: int, slot_bytes: int, *, most: int = 0, start_step: int = 0, stop_step: int | None = None,
-        poison: bool = False,
-    ) -> Ring:  # fmt: skip
+        poison: bool = False, given: Iterable[Sequence[int]] = (),
+    ) -> Self:  # fmt: skip
         """A new ring of ``depth`` slots, which may grow to ``most``, whose first step is ``start_step``.
+
+        given: (first, last) of steps beyond it that nobody shall make; at most :data:`ring_layout.GIVEN_STEPS` away.
 
         Raises :class:`RingError` naming the memory needed where there is not enough: the pages are reserved here, so
         that nobody dies of SIGBUS later.
@@ -148,20 +156,25 @@ class Ring:
             "stallscope-ring", begin + depth * slot_bytes, what, address_space=begin + capacity * slot_bytes
         )
         ready, free = wake_pipe(), wake_pipe()
-        address = RingAddress(os.getpid(), memory, ready, free, begin + capacity * slot_bytes)
+        address = RingAddress(os.getpid(), memory, ready, free, begin + capacity * slot_bytes, cls.arrival)
         ring = cls(address, (memory, ready, free), created=True)
         head = ring._header[0]
         head["magic"], head["version"], head["capacity"] = layout.MAGIC, layout.VERSION, capacity
         head["slot_bytes"], head["next_step"], head["poison"] = slot_bytes, start_step, poison
         head["stop_step"] = layout.NO_STOP if stop_step is None else stop_step
         head["spans"][0], head["span_count"] = (start_step, depth), 1
+        head["start_step"] = head["oldest"] = head["given_end"] = start_step
+        for first, last in given:
+            for at in range(first - start_step, last + 1 - start_step):
+                head["given"][at // 64] |= np.uint64(1 << at % 64)
+            head["given_end"] = last + 1
         ring._views(capacity, slot_bytes)
         ring._workers["step"] = -1
         ring._slots["step"] = ring._slots["owner"] = -1
         return ring
 
     @classmethod
-    def attach(cls, address: RingAddress) -> Ring:
+    def attach(cls, address: RingAddress) -> Self:
         """Map the ring of another process. Raises :class:`RingError` when that process or its ring is gone."""
         fds: list[int] = []
         try:
@@ -282,10 +295,12 @@ class Ring:
                 step, slot = min((words[layout.slot_at(at) + _STEP], at) for at in slots)
             else:
                 step = words[_NEXT_STEP]
+                if step < words[_GIVEN_END]:
+                    step = self._not_given(step)
                 if step >= words[_STOP_STEP]:
                     return Blocked.WORK if _FILLING in states else Blocked.DONE
-                slot = self.slot_of(step)
-                if states[slot]:
+                slot = self._room(step, states)
+                if slot < 0:
                     return Blocked.SLOT
                 words[layout.slot_at(slot) + _REDONE] = 0
             # A kill between any two of these lines leaves a consistent ring, see reclaim().
@@ -295,7 +310,8 @@ class Ring:
             words[me + _MAKING] = step
             if not redo:
                 words[_NEXT_STEP] = step + 1
-            more = not states[self.slot_of(step + 1)]
+            states[slot] = _FILLING
+            more = self._room(step + 1, states) >= 0
             attempt = words[at + _REDONE]
         if more:  # the byte that woke us may have stood for two free slots
             wake(self._free)
@@ -337,6 +353,10 @@ class Ring:
         return trainer.alive
 
     # -- the consumer's side ---------------------------------------------------------------------------------
+
+    def turn(self, step: int) -> int:
+        """The step that can be leased now where it is ``step``'s turn, -1 for none. Takes no lock."""
+        return step if self.is_ready(step) else -1
 
     def is_ready(self, step: int) -> bool:
         """Whether the batch of ``step`` waits in its slot. Takes no lock."""
@@ -447,6 +467,20 @@ class Ring:
     def _states(self) -> list[int]:
         begin, size = layout.slot_at(0), layout.SLOT_WORDS
         return self._words[begin : begin + self.depth * size : size].tolist()
+
+    def _room(self, step: int, states: Sequence[int]) -> int:
+        """The free slot that a step may take, -1 for none."""
+        slot = self.slot_of(step)
+        return -1 if states[slot] else slot
+
+    def _not_given(self, step: int) -> int:
+        """The first step from this one on that was not given out before."""
+        while step < self._words[_GIVEN_END]:
+            at = step - self._words[_START_STEP]
+            if not self._unsigned[_GIVEN + at // 64] >> at % 64 & 1:
+                break
+            step += 1
+        return step
 
     def _expect(self, index: int, state: int, step: int) -> None:
         at = layout.slot_at(index)

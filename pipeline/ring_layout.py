@@ -6,10 +6,12 @@ import mmap
 
 import numpy as np
 
-VERSION = 2
+VERSION = 3
 MAX_WORKERS = 256
 MAX_SPANS = 16
 NO_STOP = 2**63 - 1
+GIVEN_STEPS = 64 * 256
+"""Steps from the first one on of which a ring knows whether they were given out before it was made."""
 HASHES = ("ids", "ids_set", "raw", "raw_set", "fill")
 """Names of a batch's hashes, in the order of the descriptor."""
 
@@ -29,6 +31,11 @@ HEADER = np.dtype(
         ("poison", "i8"),  # 1: a freed slot is filled with 0xFF
         ("span_count", "i8"),
         ("spans", "i8", (MAX_SPANS, 2)),  # first step, slots in use from it on
+        ("window", "i8"),  # arrival: steps that may be claimed from the oldest on; 0: strict order
+        ("oldest", "i8"),  # arrival: the oldest step that the consumer has not leased
+        ("start_step", "i8"),
+        ("given_end", "i8"),  # steps from here on were not given out before
+        ("given", "u8", (GIVEN_STEPS // 64,)),  # a bit for each step from start_step on: was given out before
     ]
 )
 WORKER = np.dtype(

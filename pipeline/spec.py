@@ -7,6 +7,7 @@ import numbers
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from pipeline.emission import Ranges, checked
 from pipeline.philox import PHASES
 from profiler.errors import UsageError
 
@@ -101,6 +102,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "fingerprints": ("off", "step", "layer"),
     "pixels": ("float32", "uint8"),
     "topology": ("fused", "split"),
+    "emit": ("strict", "arrival"),
 }
 _LEAST = {
     "batch": 1, "depth": 1, "seed": 0, "start_step": 0, "stop_step": 0, "cycle": 1, "origin": 0, "max_restarts": 0,
@@ -126,6 +128,9 @@ class FeedSpec:
     cycle: step s stands for step s mod cycle (the test iterations of a TEST feed); None: no cycle.
     origin: the step whose batch is the first of the stream; before it nothing was read (a state of Caffe's).
     start_step, stop_step: first step, and first step that is not made (None: endless).
+    emit: ``"strict"``: batches come in the order of steps; ``"arrival"``: as they become ready, an epoch after the
+        other (docs/design.md, section 2.1). One maker (``engine: inline`` without threads) makes them in order anyway.
+    given: (first, last) of steps beyond ``start_step`` that an earlier part of the run gave out: nobody makes them.
     workers: processes that make batches; ``"auto"``: see :mod:`pipeline.adaptive`.
     depth: batches in the ring; ``"auto"``: see there.
     threads: of this process that make batches ahead with the inline engine; 0: the consumer's makes each when asked.
@@ -168,8 +173,10 @@ class FeedSpec:
     threads: int | Literal["auto"] = 0
     topology: Literal["fused", "split"] = "fused"
     remote_workers: int = 0
+    emit: Literal["strict", "arrival"] = "strict"
     start_step: int = 0
     stop_step: int | None = None
+    given: Ranges = ()
     max_restarts: int = 3
     stall_timeout_s: float = 60.0
     start_timeout_s: float = 60.0
@@ -212,6 +219,13 @@ class FeedSpec:
                 expected="on_bad_record: stop or skip, or feed.pixels: float32",
                 hint="a sample of zeros is one after mean and scale, which a slot of pixels comes before",
             )
+        if self.emit == "arrival" and (self.phase == "TEST" or self.cycle):
+            raise UsageError(
+                "emit: arrival is for training batches alone", expected="emit: strict",
+                found=f"phase {self.phase}, cycle {self.cycle}",
+                hint="a test takes the same batches in the same order every time",
+            )  # fmt: skip
+        checked(self.start_step, self.given)
         if self.remote_workers and self.engine == "inline":
             raise UsageError(
                 "feed.remote_workers needs feed.engine: ray", expected="feed.engine: ray, or no remote workers",
@@ -247,9 +261,9 @@ class FeedSpec:
         """Which batch of the stream a step gets."""
         return step % self.cycle if self.cycle else step - self.origin
 
-    def starting_at(self, step: int) -> FeedSpec:
-        """The same feed from another step on."""
-        return replace(self, start_step=step)
+    def starting_at(self, step: int, given: Ranges = ()) -> FeedSpec:
+        """The same feed from another step on, without those given out before."""
+        return replace(self, start_step=step, given=given)
 
 
 def feed_spec(
@@ -322,6 +336,7 @@ def feed_spec(
         topology="fused" if test else feed.topology,
         remote_workers=0 if test else feed.remote_workers,
         threads=min(1, feed.threads) if test and feed.threads != "auto" else 1 if test else feed.threads,
+        emit="strict" if test else config.data.order.emit,
         start_step=start_step,
         stop_step=stop_step,
         max_restarts=feed.max_restarts,

@@ -15,6 +15,7 @@ from pipeline.maker import BatchMaker, LocalReader, Made, Probe, Reader, Slot
 from pipeline.process import Process
 from pipeline.remarks import noted
 from pipeline.ring import Blocked, Claim, Ring, RingAddress
+from pipeline.ring_arrival import attach
 from pipeline.spec import FeedSpec, TransformSpec
 from profiler.errors import UsageError
 from profiler.events import Flag, Kind, Stage
@@ -48,7 +49,7 @@ def work(
     import threadpoolctl
 
     trainer = Process(address.pid)
-    ring = Ring.attach(address)
+    ring = attach(address)
     with contextlib.ExitStack() as stack:
         stack.callback(trainer.close)
         stack.callback(ring.close)

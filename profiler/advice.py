@@ -122,9 +122,9 @@ def evidence(
         "ms_per_step": float(column.sum() / max(np.count_nonzero(column > 0), 1)) / 1e6,
     }
     if why == "straggler" and setting.records is not None:
-        numbers = setting.records([entry["step"] for entry in out["worst_steps"]])
-        for entry in out["worst_steps"]:
-            if found := numbers.get(entry["step"]):
+        numbers = setting.records([int(timeline.batch[i]) for i in worst])
+        for entry, i in zip(out["worst_steps"], worst, strict=True):
+            if found := numbers.get(int(timeline.batch[i])):
                 entry |= {"records": found[:_MAX_RECORDS], "record_count": len(found)}
     if where == "host":
         out["work"] = _host_work(side, parts, setting)

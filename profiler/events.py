@@ -63,6 +63,8 @@ class Stage(IntEnum):
     # training in float16, as marks; the note of the same step says why
     LOSS_SCALE = 64  # the loss scale changed; items: how often 2^-16 must be doubled to give the new one
     SKIPPED = 65  # a step whose loss or gradients were not finite was not applied
+    # emit: arrival, as a mark of the trainer's
+    ORDER = 66  # the loop's turn ``step`` got the batch of another step of the stream: that one is in items
 
 
 PARTITION = ("compute", "h2d", "feed_wait", "sync", "host", "test", "checkpoint", "alloc", "gc", "unattributed")

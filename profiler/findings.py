@@ -20,7 +20,8 @@ _SILENT = "worker_silent"
 _BAD = ("bad_record", "bad_records")
 _WARNED = ("data_warning", "loss_saturated", "pinning_warning")
 _CHECKED = "checksums"
-_QUIET = ("closed", "gc_short", "layer", _CHECKED, *_WARNED, *_BAD, *rounding.NOTES)
+_ORDER = "emission"
+_QUIET = ("closed", "gc_short", "layer", _CHECKED, _ORDER, *_WARNED, *_BAD, *rounding.NOTES)
 _SELF = ("note", "t_ns", "wall_ns", "process", "name", "role", "actor", "pid")
 _MANY = 20
 
@@ -71,7 +72,7 @@ def outcome(run: Run) -> str:
 def collect(run: Run, events: np.ndarray, timeline: Timeline, attribution: Attribution) -> tuple[Finding, ...]:
     """All findings of a run, the gravest first. ``events``: EVENT[n] of all processes."""
     found = [
-        *_end(run, timeline), *_faults(run, events), *_silent(run), *_bad_records(run),
+        *_end(run, timeline), *_faults(run, events), *_silent(run), *_order(run, timeline), *_bad_records(run),
         *_warnings(run), *_checksums(run), *_growth(run), *rounding.findings(run.notes), *_notes(run),
         *_record(run, timeline, attribution),
     ]  # fmt: skip
@@ -138,6 +139,21 @@ def _silent(run: Run) -> list[Finding]:
         text += ", and it was killed. Its lane shows what it did last; storage that does not answer is the usual cause."
         found.append(Finding(_SILENT, "warning", text, step))
     return found[:_MANY]
+
+
+def _order(run: Run, timeline: Timeline) -> list[Finding]:
+    """That batches were taken as they became ready: whoever compares the run with another has to know it first."""
+    notes = [note for note in run.notes if note.get("note") == _ORDER and note.get("emit") == "arrival"]
+    if not notes:
+        return []
+    moved = int((timeline.batch != timeline.step).sum())
+    text = (
+        f"Batches were taken as they became ready (data.order.emit: arrival), {moved} of {len(timeline)} at another "
+        "step than their own. Another run takes them in another order: where losses, weights or fingerprints of two "
+        "runs differ step by step, this is the cause. The bytes of each batch do not depend on it: its fingerprints "
+        "(ids, raw, fill, device) carry the batch's own number."
+    )
+    return [Finding("emission", "info", text)]
 
 
 def _bad_records(run: Run) -> list[Finding]:

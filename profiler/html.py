@@ -172,7 +172,8 @@ def _windows(analysis: Analysis, origin: int) -> list[dict[str, Any]]:
         worst = int(steady[np.argmax(stall[steady])])
         wanted.append((f"the longest stall (step {timeline.step[worst]})", worst))
     for finding in analysis.report.findings:
-        rows = np.flatnonzero(timeline.step == (-1 if finding.step is None else finding.step))
+        numbers = timeline.batch if finding.kind.startswith("worker") else timeline.step
+        rows = np.flatnonzero(numbers == (-1 if finding.step is None else finding.step))
         if finding.level == "fault" and len(rows):
             wanted.append((f"the fault at step {finding.step}", int(rows[-1])))
             break

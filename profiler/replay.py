@@ -1,11 +1,12 @@
 """The feed as a max-plus recurrence: replay a run with some services set to zero, or with another configuration.
 
 Batch i is claimed when a worker is free and the slot of batch i - depth was given back; it is ready after its services;
-the trainer takes batches in strict order. Workers claim greedily, as the ring's do: whoever is free first makes the
-next batch. Where copies to a device were recorded, one engine makes them in order: batch i begins when the trainer has
-it, or before, when the arrays of an earlier one arrived and batch i was ready; the step waits for what is left of it,
-and the slot is free when the copy is over. All variants of a run are replayed side by side, one vector operation per
-step for all of them.
+the trainer takes batches in strict order. Where the run took them as they became ready (``Model.claims``) a batch is
+claimed when any slot is given back, and the trainer takes the one of its epoch that was ready first. Workers claim
+greedily, as the ring's do: whoever is free first makes the next batch. Where copies to a device were recorded, one
+engine makes them in order: batch i begins when the trainer has it, or before, when the arrays of an earlier one arrived
+and batch i was ready; the step waits for what is left of it, and the slot is free when the copy is over. All variants
+of a run are replayed side by side, one vector operation per step for all of them.
 """
 
 from __future__ import annotations
@@ -76,18 +77,16 @@ def replay(model: Model, variants: Variants, weights: np.ndarray | None = None) 
     out = np.empty((n, v if weights is None else weights.shape[1]))
     start = model.start_ns[:, None] * np.ones((1, v))
     started = variants.keep[:, CAUSE["startup"]] > 0
-    free = np.where(started[None, :], start, np.minimum(start, 0.0))
-    released = np.full((depth, v), -np.inf)
+    workers = _Workers(np.where(started[None, :], start, np.minimum(start, 0.0)))
+    feed = _InOrder(model, workers, depth) if model.claims is None else _AsReady(model, workers, depth)
     end = np.zeros(v)
     copies, engine, arrivals = model.copies, np.full(v, -np.inf), _Arrivals(model)
     extra_copy = np.zeros(v) if variants.extra_copy_ns is None else variants.extra_copy_ns
-    lanes = np.arange(v)
     chunk = max(1, _CHUNK_VALUES // max(v, 1))
     for lo in range(0, n, chunk):
         hi = min(n, lo + chunk)
         part = slice(lo, hi)
-        gap = model.gap[part] @ keep
-        make = model.make[part] @ keep + extra
+        feed.load(lo, hi, keep, extra)
         pre = model.pre[part] @ keep + model.fixed_pre[part, None]
         take = model.take[part] @ keep
         mid = model.mid[part] @ keep + model.fixed_mid[part, None]
@@ -98,17 +97,10 @@ def replay(model: Model, variants: Variants, weights: np.ndarray | None = None) 
         for i in range(hi - lo):
             asked = end + pre[i]
             if model.serial:
-                taken = asked + make[i] + take[i]
+                ready = asked + feed.make(lo + i)
             else:
-                place = (lo + i) % depth
-                if len(free) == 1:
-                    ready = np.maximum(free[0], released[place]) + gap[i] + make[i]
-                    free[0] = ready + model.tail[lo + i]
-                else:
-                    worker = free.argmin(axis=0)
-                    ready = np.maximum(free[worker, lanes], released[place]) + gap[i] + make[i]
-                    free[worker, lanes] = ready + model.tail[lo + i]
-                taken = np.maximum(asked, ready) + take[i]
+                ready = feed.ready(lo + i)
+            taken = np.maximum(asked, ready) + take[i]
             given = taken + mid[i]
             if copies is not None:
                 # The batch's own turn is the latest moment to begin its copy.
@@ -118,13 +110,103 @@ def replay(model: Model, variants: Variants, weights: np.ndarray | None = None) 
                 arrivals.add(given)
             now = given + post[i]
             if copies is not None and not model.serial:
-                released[place] = engine + copies.lag[lo + i]
+                feed.give_back(lo + i, engine + copies.lag[lo + i])
             elif not model.serial:
-                released[place] = np.where(model.lag[lo + i] > 0, now + model.lag[lo + i], given)
+                feed.give_back(lo + i, np.where(model.lag[lo + i] > 0, now + model.lag[lo + i], given))
             length[i] = now - end
             end = now
         out[part] = length if weights is None else length @ weights
     return out, end
+
+
+class _Workers:
+    """When each is free: float64[workers, v]. Whoever is free first makes the next batch."""
+
+    def __init__(self, free: np.ndarray) -> None:
+        self._free, self._lanes = free, np.arange(free.shape[1])
+
+    def make(self, slot: np.ndarray, service: np.ndarray, tail: float) -> np.ndarray:
+        """When a batch is ready whose slot is free from then on; tail: how long its worker stays busy after it."""
+        free = self._free
+        if len(free) == 1:
+            ready = np.maximum(free[0], slot) + service
+            free[0] = ready + tail
+        else:
+            worker = free.argmin(axis=0)
+            ready = np.maximum(free[worker, self._lanes], slot) + service
+            free[worker, self._lanes] = ready + tail
+        return ready
+
+
+class _InOrder:
+    """The batch of row i lives in slot i mod depth and is taken as row i."""
+
+    def __init__(self, model: Model, workers: _Workers, depth: int) -> None:
+        self._model, self._workers, self._depth = model, workers, depth
+        self._released = np.full((depth, len(workers._lanes)), -np.inf)
+
+    def load(self, lo: int, hi: int, keep: np.ndarray, extra: np.ndarray) -> None:
+        """Work out the services that rows lo to hi need."""
+        self._lo = lo
+        self._gap = self._model.gap[lo:hi] @ keep
+        self._make = self._model.make[lo:hi] @ keep + extra
+
+    def make(self, row: int) -> np.ndarray:
+        """How long its batch takes to make: float64[v]."""
+        making: np.ndarray = self._make[row - self._lo]
+        return making
+
+    def ready(self, row: int) -> np.ndarray:
+        """When the batch that a row takes was ready; rows in order."""
+        at = row - self._lo
+        service = self._gap[at] + self._make[at]
+        return self._workers.make(self._released[row % self._depth], service, self._model.tail[row])
+
+    def give_back(self, row: int, moment: np.ndarray) -> None:
+        """The slot of the batch that the row took is free from then on."""
+        self._released[row % self._depth] = moment
+
+
+class _AsReady(_InOrder):
+    """A claim takes the slot that was given back last; a row takes the batch of its epoch that was ready first.
+
+    So which batch a row takes differs between variants: what is made is counted by claims, what the trainer does by
+    rows. Before a row is looked at, all claims that its predecessors' slots allow are made. (How far a batch may be
+    overtaken is not limited here.)
+    """
+
+    def __init__(self, model: Model, workers: _Workers, depth: int) -> None:
+        super().__init__(model, workers, depth)
+        assert model.claims is not None
+        assert model.epoch is not None
+        self._claims, self._row_epoch, self._claimed = model.claims, model.epoch, 0
+        self._lanes = workers._lanes
+        self._pending = np.full((depth, len(self._lanes)), np.inf)  # ready and not taken
+        self._epoch = np.zeros((depth, len(self._lanes)), np.int64)
+        self._place = np.zeros(len(self._lanes), np.int64)  # of the batch taken last
+
+    def load(self, lo: int, hi: int, keep: np.ndarray, extra: np.ndarray) -> None:
+        self._lo = self._claimed
+        rows = self._claims[self._lo : hi + self._depth - 1]
+        self._gap = self._model.gap[rows] @ keep
+        self._make = self._model.make[rows] @ keep + extra
+
+    def ready(self, row: int) -> np.ndarray:
+        while self._claimed < min(len(self._claims), row + self._depth):
+            claim = self._claimed
+            its = self._claims[claim]
+            slot = self._released[(claim - self._depth) % self._depth]
+            at = claim - self._lo
+            ready = self._workers.make(slot, self._gap[at] + self._make[at], self._model.tail[its])
+            place = claim if claim < self._depth else self._place
+            self._pending[place, self._lanes] = ready
+            self._epoch[place, self._lanes] = self._row_epoch[its]
+            self._claimed += 1
+        mine = np.where(self._epoch == self._row_epoch[row], self._pending, np.inf)
+        self._place = mine.argmin(axis=0)
+        taken: np.ndarray = mine[self._place, self._lanes]
+        self._pending[self._place, self._lanes] = np.inf
+        return taken
 
 
 class _Arrivals:

@@ -87,7 +87,9 @@ class Model:
     a batch's copy runs beside that, ``mid`` ends where its arrays must have arrived, and the slot is free when the copy
     is over. The ``fixed`` vectors are compute and test: never zeroed. ``start_ns``: when each worker could first claim,
     from the first step's begin. ``serial``: the trainer makes each batch itself when it asks for it.
-    ``known``: bool[n], batch in the record; ``redone``: bool[n], made again after a worker was lost.
+    ``known``: bool[n], batch in the record; ``redone``: bool[n], made again after a worker was lost. ``claims``:
+    int64[n], the rows in the order in which their batches were claimed, where the trainer took them as they became
+    ready; then ``epoch``: int64[n], of each row: none is taken before all of the one before. None: in order.
     """
 
     rows: np.ndarray
@@ -110,6 +112,8 @@ class Model:
     batch: np.ndarray
     measured_ns: float
     copies: Copies | None = None
+    claims: np.ndarray | None = None
+    epoch: np.ndarray | None = None
 
     @property
     def workers(self) -> int:
@@ -308,7 +312,7 @@ def _model(
     wait0, wait1 = timeline.wait_t0_ns[rows], timeline.wait_t1_ns[rows]
     t0, t1 = timeline.t0_ns[rows], timeline.t1_ns[rows]
     batch, earlier = np.full(n, -1, np.int64), np.full(n, _BIG, np.int64)
-    for i, step in enumerate(timeline.step[rows].tolist()):
+    for i, step in enumerate(timeline.batch[rows].tolist()):
         for j in by_step.get(step, ()):
             if made.claim_ns[j] < not_before:
                 continue
@@ -316,14 +320,15 @@ def _model(
                 batch[i] = j
             earlier[i] = min(earlier[i], made.claim_ns[j])
     known = batch >= 0
-    redone = np.isin(timeline.step[rows], list(lost_steps))
+    redone = np.isin(timeline.batch[rows], list(lost_steps))
     redone[known] |= made.redo[batch[known]] | (earlier[known] < made.claim_ns[batch[known]])
     serial = bool(known.any() and made.inline[batch[known]].mean() > 0.5)
     gap, make, take = np.zeros((n, k)), np.zeros((n, k)), np.zeros((n, k))
     make[known] = made.service_ns[batch[known]]
     tail = np.where(known, made.tail_ns[batch], 0).astype(float) if len(made) else np.zeros(n)
     pre, mid, post, fixed, lag = _trainer_parts(timeline, rows, copied)
-
+    claims = np.argsort(timeline.batch[rows], kind="stable")
+    arrival = bool((claims != np.arange(n)).any())
     if not known.any():  # nothing is known about the feed: the wait is one service of unknown origin
         serial = True
         make[:, CAUSE["unknown"]] = wait1 - wait0
@@ -333,18 +338,19 @@ def _model(
         take[:, CAUSE["unknown"]] = np.maximum(wait1 - wait0 - make.sum(axis=1), 0)
         start = np.zeros(1)
     else:
-        start = _hand_offs(timeline, made, rows, batch, redone, depth, gap, make, take, tail)
+        start = _hand_offs(timeline, made, rows, batch, claims, redone, depth, gap, make, take, tail)
     return Model(
         rows=rows, gap=gap, make=make, tail=tail, pre=pre, take=take, mid=mid, post=post,
         fixed_pre=fixed[0], fixed_mid=fixed[1], fixed_post=fixed[2], lag=lag,
         start_ns=start - (0 if serial else origin), depth=depth, serial=serial, known=known, redone=redone, batch=batch,
-        measured_ns=float(t1[-1] - t0[0]), copies=copied,
+        measured_ns=float(t1[-1] - t0[0]), copies=copied, claims=claims if arrival and not serial else None,
+        epoch=timeline.epoch[rows],
     )  # fmt: skip
 
 
 def _hand_offs(
-    timeline: Timeline, made: Batches, rows: np.ndarray, batch: np.ndarray, redone: np.ndarray, depth: int,
-    gap: np.ndarray, make: np.ndarray, take: np.ndarray, tail: np.ndarray,
+    timeline: Timeline, made: Batches, rows: np.ndarray, batch: np.ndarray, claims: np.ndarray, redone: np.ndarray,
+    depth: int, gap: np.ndarray, make: np.ndarray, take: np.ndarray, tail: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
     """Fill ``gap`` and ``take`` from the record; returns float64[workers], the moment each could first claim.
 
@@ -363,9 +369,9 @@ def _hand_offs(
     firsts = np.sort(np.array([made.claim_ns[batch[known]][actors == a].min() for a in np.unique(actors)], float))
     start = np.concatenate([firsts[:workers], np.full(max(0, workers - len(firsts)), firsts[-1])])
     free = start.copy()
-    for i in range(len(rows)):
+    for place, i in enumerate(claims.tolist()):
         w = int(free.argmin())
-        could = max(free[w], float(release[i - depth]) if i >= depth else -np.inf)
+        could = max(free[w], float(release[place - depth]) if place >= depth else -np.inf)
         late = max(claim[i] - could, 0.0)
         # While a worker was away, the others' batches were late for want of it.
         away = late if redone[i] else min(late, _overlap(made.outages, could, claim[i]))

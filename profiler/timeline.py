@@ -17,7 +17,7 @@ from profiler.events import EVENT, PART_OF_STAGE, PARTITION, Flag, Kind, Stage
 PART = {name: index for index, name in enumerate(PARTITION)}
 NO_PART = -1
 _DEVICE_STAGES = (Stage.COPY, Stage.DEVICE)
-_LIFE_STAGES = (Stage.START, Stage.RESTART, Stage.READY, Stage.RELEASE)
+_LIFE_STAGES = (Stage.START, Stage.RESTART, Stage.READY, Stage.RELEASE, Stage.ORDER)
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Nesting:
 class Timeline:
     """One row per step that the trainer took, in order of time; a step number may appear twice after a resume.
 
+    ``batch``: which batch of the stream the step got: the step's number, but with ``emit: arrival``.
     Shapes: n steps. ``parts_ns``: int64[n, len(PARTITION)], each row adds up to ``wall_ns``. ``segment``: number of the
     uninterrupted sequence a row belongs to. ``first``: cold steps (the first of each segment). ``open``: the step never
     ended in the record. ``wait_t0_ns``/``wait_t1_ns``: begin and end of the wait for the batch (both the step's begin
@@ -51,6 +52,7 @@ class Timeline:
     """
 
     step: np.ndarray
+    batch: np.ndarray
     epoch: np.ndarray
     t0_ns: np.ndarray
     t1_ns: np.ndarray
@@ -248,12 +250,14 @@ def build(source: Any) -> Timeline:
     segment = np.cumsum(_starts(steps)) - 1
     first = np.concatenate(([True], np.diff(segment) > 0))[:n] if n else np.zeros(0, bool)
     begun = steps["t0_ns"][np.maximum.accumulate(np.where(first, np.arange(n), 0))] if n else steps["t0_ns"]
-    copied = _copied(events, steps, begun)
+    batch = _batches(events, steps, begun)
+    copied = _copied(events, batch, begun)
     emulated = np.zeros(n, bool)
     nominal = inside & (tree.events["flags"] & Flag.EMULATED > 0)
     emulated[row[nominal]] = True
     return Timeline(
         step=steps["step"].copy(),
+        batch=batch,
         epoch=steps["epoch"].copy(),
         t0_ns=steps["t0_ns"].copy(),
         t1_ns=steps["t1_ns"].copy(),
@@ -264,7 +268,7 @@ def build(source: Any) -> Timeline:
         emulated=emulated,
         wait_t0_ns=wait_t0,
         wait_t1_ns=wait_t1,
-        release_ns=_releases(events, steps, begun),
+        release_ns=_releases(events, batch, steps["t1_ns"], begun),
         copy_t0_ns=copied[0],
         copy_t1_ns=copied[1],
         device_ns=device_ns,
@@ -343,25 +347,35 @@ def _waits(tree: Nesting, row: np.ndarray, part: np.ndarray, steps: np.ndarray) 
     return begin, end
 
 
-def _releases(events: np.ndarray, steps: np.ndarray, begun_ns: np.ndarray) -> np.ndarray:
-    """int64[n]: the first RELEASE mark of the row's step since its segment began; else the step's end."""
+def _batches(events: np.ndarray, steps: np.ndarray, begun_ns: np.ndarray) -> np.ndarray:
+    """int64[n]: the step's number, or what the ORDER mark of the row says."""
+    marks = events[(events["stage"] == Stage.ORDER) & (events["flags"] & Flag.TEST_PHASE == 0)]
+    if not len(marks):
+        return steps["step"].copy()
+    at = _first_since(marks, steps["step"], begun_ns)
+    # A part that was done again after a kill may have other marks than the first time: each lies in its own step.
+    return np.where((at >= 0) & (marks["t0_ns"][at] <= steps["t1_ns"]), marks["items"][at], steps["step"])
+
+
+def _releases(events: np.ndarray, batch: np.ndarray, ends_ns: np.ndarray, begun_ns: np.ndarray) -> np.ndarray:
+    """int64[n]: the first RELEASE mark of the row's batch since its segment began; else the step's end."""
     marks = events[(events["stage"] == Stage.RELEASE) & (events["flags"] & Flag.TEST_PHASE == 0)]
-    at = _first_since(marks, steps, begun_ns)
-    return np.where(at >= 0, marks["t0_ns"][at] if len(marks) else 0, steps["t1_ns"])
+    at = _first_since(marks, batch, begun_ns)
+    return np.where(at >= 0, marks["t0_ns"][at] if len(marks) else 0, ends_ns)
 
 
-def _copied(events: np.ndarray, steps: np.ndarray, begun_ns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _copied(events: np.ndarray, batch: np.ndarray, begun_ns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """int64[n] each: begin and end of the copy of the row's batch, -1 where there is none."""
     spans = events[
         (events["stage"] == Stage.COPY) & (events["kind"] == Kind.SPAN) & (events["flags"] & Flag.TEST_PHASE == 0)
     ]
-    at = _first_since(spans, steps, begun_ns)
+    at = _first_since(spans, batch, begun_ns)
     begin, end = (np.where(at >= 0, spans[name][at] if len(spans) else 0, -1) for name in ("t0_ns", "t1_ns"))
     return begin, end
 
 
 def _first_since(events: np.ndarray, steps: np.ndarray, since_ns: np.ndarray) -> np.ndarray:
-    """int64[n]: index of the first of the events (sorted by t0) of each row's step since then, -1 for none.
+    """int64[n]: index of the first of the events (sorted by t0) of each row's number since then, -1 for none.
 
     What belongs to a step may come before it, but not before its uninterrupted sequence of steps.
     """
@@ -372,7 +386,7 @@ def _first_since(events: np.ndarray, steps: np.ndarray, since_ns: np.ndarray) ->
     return np.array(
         [
             next((index for index in by_step.get(step, ()) if moments[index] >= since), -1)
-            for step, since in zip(steps["step"].tolist(), since_ns.tolist(), strict=True)
+            for step, since in zip(steps.tolist(), since_ns.tolist(), strict=True)
         ],
         np.int64,
     )

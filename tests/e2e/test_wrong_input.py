@@ -63,7 +63,10 @@ def _check(*arguments: str | Path, cwd: Path, says: list[str], train: Callable[.
         ([EXAMPLE, "--feed.workers=0"], ["feed.workers", "auto or an integer from 1 to 256"]),
         ([EXAMPLE, "--feed.workers"], ["--feed.workers", "expected one argument"]),
         ([EXAMPLE, "--trainers=2"], ["not supported in this version: trainers: 2"]),
-        ([EXAMPLE, "--data.order.emit=arrival"], ["not supported in this version: data.order.emit: arrival"]),
+        (
+            [EXAMPLE, "--data.order.emit=arrival", "--device.deterministic=true"],
+            ["data.order.emit: arrival and device.deterministic: true exclude each other"],
+        ),
         ([EXAMPLE, "--data.train.backend=leveldb"], ["LMDB", "LEVELDB"]),
         ([EXAMPLE, "--data.train.tail=partial", "--data.train.batch=64"], ["tail: partial", "the last one has 32"]),
         ([EXAMPLE, "--data.transform.crop=29"], ["crop", "at most 28"]),

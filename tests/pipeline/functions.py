@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -113,17 +114,44 @@ def hogs(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.nd
 _slow: bool | None = None
 
 
+def _is_slow() -> bool | None:
+    """Whether this is the first worker process that came here; None in the process of the consumer."""
+    global _slow
+    driver = os.environ.get("STALLSCOPE_TEST_DRIVER", str(os.getpid()))  # of Ray's: its workers are no children
+    if multiprocessing.parent_process() is None and driver == str(os.getpid()):
+        return None
+    if _slow is None:
+        try:
+            os.close(os.open(os.environ["STALLSCOPE_TEST_UNEVEN"], os.O_CREAT | os.O_EXCL))
+            _slow = True
+        except FileExistsError:
+            _slow = False
+    return _slow
+
+
 def uneven(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
     """15 ms a record in the first worker process that comes here, 1 ms in the others."""
-    global _slow
-    if multiprocessing.parent_process() is not None:
-        if _slow is None:
-            try:
-                os.close(os.open(os.environ["STALLSCOPE_TEST_UNEVEN"], os.O_CREAT | os.O_EXCL))
-                _slow = True
-            except FileExistsError:
-                _slow = False
-        time.sleep(0.015 if _slow else 0.001)
+    time.sleep({None: 0, True: 0.015, False: 0.001}[_is_slow()])
+    return image, label
+
+
+@per_batch
+def uneven_batches(images: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """0.3 s a batch in the first worker process that comes here, 0.02 s in the others."""
+    time.sleep({None: 0, True: 0.3, False: 0.02}[_is_slow()])
+    return images, labels
+
+
+gate, someone_at_the_gate = threading.Event(), threading.Event()
+
+
+def waits_at_the_gate(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    """The feed's first thread makes nothing until the gate is open; the others begin when it has got there."""
+    if threading.current_thread().name == "stallscope-feed-1":
+        someone_at_the_gate.set()
+        assert gate.wait(60)
+    elif threading.current_thread() is not threading.main_thread():
+        assert someone_at_the_gate.wait(60)
     return image, label
 
 

@@ -159,7 +159,6 @@ def test_errors_name_the_key_and_what_is_allowed(document: dict[str, Any], fragm
     [
         ("trainers", 2),
         ("shards", 4),
-        ("data.order.emit", "arrival"),
         ("profile.fingerprints", "layer"),
         ("chaos", [{"kill": 1}]),
     ],
@@ -280,3 +279,17 @@ def test_a_word_like_no_key_gets_no_guess(word: str) -> None:
     with pytest.raises(UsageError, match=f"unknown key {word}") as caught:
         parse_flags([f"--{word}", "1"])
     assert "did you mean" not in str(caught.value)
+
+
+def test_arrival_is_noted_and_refused_beside_a_wish_for_equal_runs() -> None:
+    order = {"data": {"order": {"emit": "arrival"}}}
+    (note,) = validate(order).notes
+    assert "the weights, differ from run to run" in note
+    assert validate({**order, "device": {"deterministic": False}}).notes == (note,)
+    with pytest.raises(UsageError, match="exclude each other"):
+        validate({**order, "device": {"deterministic": True}})
+    (note,) = validate({**order, "device": {"deterministic": True}, "feed": {"engine": "inline"}}).notes
+    assert "changes nothing" in note
+    with pytest.raises(UsageError, match="exclude each other"):
+        validate({**order, "device": {"deterministic": True}, "feed": {"engine": "inline", "threads": 2}})
+    assert validate({"device": {"deterministic": True}}).notes == ()

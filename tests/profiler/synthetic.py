@@ -1,6 +1,6 @@
 """A small discrete-event simulation of a job, which writes the events a real one would: runs whose truth is known.
 
-It works by an event queue (workers, slots, a strict consumer), unlike the replay's recurrence, so agreement means
+It works by an event queue (workers, slots, a consumer), unlike the replay's recurrence, so agreement means
 something. Removing a fault here and simulating again gives the truth that an attribution is judged by.
 """
 
@@ -52,6 +52,8 @@ class Job:
     blocked: bool = False  # reads wait for storage: little CPU, blocks read
     runq: float = 0.0  # of each decode, ms that the thread was runnable but not running
     release_late: bool = False  # the slot is given back at the step's end instead of after the copy
+    arrival: bool = False  # without ``copy``: the consumer takes what is ready first
+    epoch_steps: int = 0  # with ``arrival``: steps of an epoch, all of which come before the next; 0: one epoch
     kill_worker_at: int = -1
     restart: float = 300.0
     stop_at: float | None = None  # the job is killed at this moment: spans in progress stay open
@@ -73,13 +75,13 @@ class Log:
     def add(
         self, kind: int, stage: int, t0: float, t1: float, step: int, *, actor: int = 0, flags: int = 0,
         slot: int = -1, cpu: float = -1, runq: float = -1, inblock: float = -1, origin: int = T0, faults: int = -1,
-        waits: int = -1,
+        waits: int = -1, items: int = 64, epoch: int = 0,
     ) -> None:  # fmt: skip
         """One event; times and readings in ms, -1 for a missing reading."""
         times = (origin + round(t0 * MS), origin + round(t1 * MS))
         readings = [round(ms * MS) if ms >= 0 else -1 for ms in (cpu, runq)]
-        counts = (int(inblock), 64, 0, faults, waits)
-        self.rows.append((kind, stage, flags, actor, 0, slot, step, *times, *readings, *counts))
+        counts = (int(inblock), items, 0, faults, waits)
+        self.rows.append((kind, stage, flags, actor, epoch, slot, step, *times, *readings, *counts))
 
     def events(self) -> np.ndarray:
         missing = (-1,) * len(LATER)
@@ -170,12 +172,13 @@ def _copy(log: Log, job: Job, step: int, at: float, slot: int, free: float) -> f
 
 
 def _after_batch(
-    log: Log, job: Job, step: int, begin: float, got: float, slot: int, arrived: float | None = None
+    log: Log, job: Job, step: int, begin: float, got: float, slot: int, arrived: float | None = None, batch: int = -1
 ) -> tuple[float, float]:
     """The step from the batch in hand to its end: returns (moment of the slot's release, end).
 
-    ``arrived``: when an engine has copied it.
+    ``arrived``: when an engine has copied it. ``batch``: its number, where that is not the step's.
     """
+    batch = step if batch < 0 else batch
     add = lambda stage, a, b, flags=0: log.add(Kind.SPAN, stage, a, b, step, flags=flags, origin=job.origin)  # noqa: E731
     at = got
     wait = job.h2d if arrived is None else arrived - got
@@ -202,8 +205,9 @@ def _after_batch(
     if job.release_late:
         release = at
     if arrived is None:
-        log.add(Kind.MARK, Stage.RELEASE, release, release, step, slot=slot, origin=job.origin)
-    add(Stage.STEP, begin, at)
+        log.add(Kind.MARK, Stage.RELEASE, release, release, batch, slot=slot, origin=job.origin)
+    epoch = batch // job.epoch_steps if job.epoch_steps else 0
+    log.add(Kind.SPAN, Stage.STEP, begin, at, step, epoch=epoch, origin=job.origin)
     return release, at
 
 
@@ -284,10 +288,19 @@ def _fed(job: Job) -> Log:
             done = _make(log, job, step, at, worker_ids[w], slot_of[step], flags)
             push(done, "ready", step)
             push(done, "worker", w)
-        if waiting and wanted in ready:
+        its = wanted  # the batch of this turn
+        if waiting and job.arrival:
+            length = job.epoch_steps or 1 << 60
+            left = [step for step in ready if step // length == wanted // length]
+            its = min(left, key=lambda step: ready[step], default=-1)
+        if waiting and its in ready:
             got = max(at, waiting_since) + 0.01
             waiting = False
-            log.add(Kind.SPAN, Stage.FEED_WAIT, waiting_since, got, wanted, slot=slot_of[wanted], origin=job.origin)
+            log.add(Kind.SPAN, Stage.FEED_WAIT, waiting_since, got, wanted, slot=slot_of[its], origin=job.origin)
+            if job.arrival:
+                del ready[its]
+            if its != wanted:
+                log.add(Kind.MARK, Stage.ORDER, got, got, wanted, slot=slot_of[its], items=its, origin=job.origin)
             if job.copy:
                 taken = got
                 if wanted not in copied:
@@ -295,8 +308,8 @@ def _fed(job: Job) -> Log:
                     push(engine, "slot", slot_of[wanted])
                 push(max(got, copied[wanted]), "arrived", wanted)
                 continue
-            release, end = _after_batch(log, job, wanted, begin, got, slot_of[wanted])
-            push(release, "slot", slot_of[wanted])
+            release, end = _after_batch(log, job, wanted, begin, got, slot_of[its], batch=its)
+            push(release, "slot", slot_of[its])
             wanted += 1
             if wanted < last:
                 push(end, "consume", 0)

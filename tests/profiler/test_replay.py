@@ -28,6 +28,20 @@ JOBS = {
     "copy_after_its_turn": Job(copy=8, staging=1),
     "copies_far_ahead": Job(copy=18, staging=4, read=15, jitter=0.9, workers=2),
     "copy_from_few_slots": Job(copy=12, depth=2, read=16, workers=2, jitter=0.3),
+    "arrival": Job(workers=2, depth=4, read=14, jitter=0.9, compute=9, arrival=True),
+    "arrival_of_stragglers": Job(
+        workers=2, depth=4, compute=9, arrival=True, slow=lambda step: {"decode": 300.0} if step % 37 == 20 else {}
+    ),
+    "arrival_in_epochs": Job(
+        workers=3,
+        depth=3,
+        read=40,
+        jitter=0.9,
+        arrival=True,
+        epoch_steps=23,
+        compute=9,
+        slow=lambda step: {"decode": 200.0} if step % 23 == 12 else {},
+    ),
     "inline_copy": Job(copy=8, inline=True, read=10),
 }
 
@@ -67,6 +81,9 @@ def test_the_run_as_it_was(name: str) -> None:
         ("copy_after_its_turn", ["h2d"], {"copy": 1e-6}),
         ("copies_far_ahead", ["read"], {"read": 0}),
         ("copy_from_few_slots", ["read"], {"read": 0}),
+        ("arrival", ["read"], {"read": 0}),
+        ("arrival_of_stragglers", ["decode"], {"decode": 0, "slow": None}),
+        ("arrival_in_epochs", ["decode"], {"decode": 0, "slow": None}),
         ("inline_copy", ["h2d"], {"copy": 1e-6}),
     ],
 )
@@ -152,3 +169,17 @@ def test_how_far_ahead_copies_go_is_seen_where_nobody_tells() -> None:
         (model,) = models(table, batches(events, table), depth=8)
         assert model.copies is not None
         assert model.copies.ahead == staging - 1
+
+
+def test_batches_taken_as_they_arrive_are_told_from_the_steps_that_took_them() -> None:
+    job = JOBS["arrival_in_epochs"]
+    table = timeline.build(simulate(job).events())
+    assert table.step.tolist() == [*range(200)]
+    assert table.batch.tolist() != table.step.tolist()
+    assert sorted(table.batch.tolist()) == [*range(200)]
+    model = model_of(job)
+    assert model.claims is not None
+    assert model.known.all()
+    assert np.array_equal(table.batch[model.claims], np.arange(200))
+    strict, _ = replay(model_of(job.without(arrival=False)), recorded())
+    assert replay(model, recorded())[1][0] < strict.sum(), "it was worth it"
