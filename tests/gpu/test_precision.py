@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gpu.net import Net
 from gpu.precision import check
+from gpu.solver import Solver
 from profiler.errors import UsageError
 from tests.gpu import nets
 from tests.gpu.counting import counted
@@ -72,6 +73,40 @@ def test_every_array_as_an_emulation_that_rounds(scale: float) -> None:
         for blob, gradient in zip(found, wanted, strict=True):
             assert blob.diff.dtype == np.float32
             np.testing.assert_allclose(blob.diff, gradient, rtol=2e-3, atol=1e-4 * scale, err_msg=name)
+
+
+ONE = "inner_product_param { num_output: 1 bias_term: false weight_filler { value: 1 } }"
+
+
+def test_weights_collect_steps_that_float16_cannot_tell_apart() -> None:
+    """Steps of 2^-13 from 1, where float16 has steps of 2^-11 below it: by hand, in powers of two."""
+    text = inputs(x=(1, 1)) + layer("InnerProduct", "a", ["x"], ["a"], f"{ONE} loss_weight: 1")
+    rule = f'base_lr: {2.0**-13} lr_policy: "fixed" random_seed: 1\n'
+    made = Solver(rule, net=text, backend="numpy", precision="fp16")
+    (weight,) = made.net.params["a"]
+    for step in range(17):
+        exact = 1 - step * 2.0**-13
+        assert weight.data.item() == exact
+        assert made.step_on({"x": [[1.0]]}) == float(np.float16(exact))
+    assert weight.data.dtype == np.float32
+
+
+def test_sums_inside_a_layer_and_over_sub_batches_are_float32() -> None:
+    """In float16 a sum of ones ends at 2048, and 1 + 2^-12 is 1."""
+    text = inputs(x=(4096, 1)) + layer("InnerProduct", "a", ["x"], ["a"], ONE)
+    net = Net(text + layer("Reduction", "sum", ["a"], ["sum"], "loss_weight: 1"), "TRAIN", precision="fp16")
+    assert net.forward(x=np.ones((4096, 1)))["sum"] == 4096
+    net.backward()
+    assert net.params["a"][0].diff.item() == 4096
+    wide = Net(inputs(x=(1, 4096)) + layer("InnerProduct", "a", ["x"], ["a"], ONE), "TEST", precision="fp16")
+    assert wide.forward(x=np.ones((1, 4096)))["a"].item() == 4096
+    net = Net(inputs(x=(1, 1)) + layer("InnerProduct", "a", ["x"], ["a"], f"{ONE} loss_weight: 1"), "TRAIN",
+              precision="fp16")  # fmt: skip
+    net.clear_param_diffs()
+    for value in (1, 2.0**-12):
+        net.forward_only(x=[[value]])
+        net.backward_only()
+    assert net.params["a"][0].diff.item() == 1 + 2.0**-12
 
 
 def test_what_stays_in_float32() -> None:
