@@ -190,6 +190,19 @@ def test_the_edges_of_what_is_judged() -> None:
     assert classify(range(20), LEVEL[:20], LEVEL[:20]).verdict == "steady"
 
 
+def test_the_edges_of_single_readings_and_of_curves_that_level_off() -> None:
+    """A spike decides nothing, wherever it is; what levels off early or grows by next to nothing late is a cache."""
+    spike = [*LEVEL[:98], 1100.0 * MIB, LEVEL[0]]
+    assert classify(range(100), spike, spike, LEVEL).verdict == "steady"
+    late = [MIB * (100.0 + 30 * (i > 1200 and i % 10 == 5)) for i in range(2400)]
+    assert classify(range(2400), late, late, late).verdict == "steady"
+    early = [MIB * (100.0 + 2 * min(max(i - 20, 0), 15)) for i in range(100)]
+    assert classify(range(100), early, early, LEVEL).verdict == "cache"
+    rises = np.cumsum([1.0 if i < 180 else 0.3 for i in range(260)])
+    slight = [MIB * (10 + 1.2 * max(0.0, (each - 20) / (rises[-1] - 20))) for each in rises]
+    assert classify(range(260), slight, slight, LEVEL[:1] * 260).verdict == "cache"
+
+
 def test_what_is_not_known_is_not_judged() -> None:
     assert classify(range(5), [1] * 5, [1] * 5).verdict is None
     rising = [MIB * i for i in range(STEPS)]
