@@ -120,6 +120,9 @@ def test_what_stays_in_float32() -> None:
         "loss": "float32",
     }
     assert {blob.data.dtype.name for blobs in net.params.values() for blob in blobs} == {"float32"}
+    for name, each in lost(net).items():  # a blob's gradient belongs to the layer that makes the blob
+        assert each.tensor.layer == name.split(".")[0]
+        assert each.tensor.phase == ("backward" if name.endswith(".diff") else "forward")
     kept = two_layers(precision="fp16", keep_fp32=["b", "x"])
     assert dtypes(kept) | {"b": "float32", "x": "float32"} == dtypes(kept)
     assert not {"b", "b.0", "b.diff", "x"} & set(lost(kept))
