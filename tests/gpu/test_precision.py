@@ -120,6 +120,8 @@ def test_what_stays_in_float32() -> None:
         "loss": "float32",
     }
     assert {blob.data.dtype.name for blobs in net.params.values() for blob in blobs} == {"float32"}
+    order = ["x", "a.0", "a.1", "a", "r", "b.0", "b.1", "b", "b.diff", "r.diff", "a.diff", "x.diff"]
+    assert [tensor.name for tensor in net.precision.tensors] == order  # as a step rounds them: the first one is named
     for name, each in lost(net).items():  # a blob's gradient belongs to the layer that makes the blob
         assert each.tensor.layer == name.split(".")[0]
         assert each.tensor.phase == ("backward" if name.endswith(".diff") else "forward")
@@ -132,6 +134,8 @@ def test_what_stays_in_float32() -> None:
 @pytest.mark.parametrize(
     ("text", "exact", "half"),
     [
+        (layer("DummyData", "d", [], ["d"], "dummy_data_param { shape { dim: 2 dim: 5 } }")
+         + layer("InnerProduct", "ip", ["d"], ["ip"], DENSE % 4), ["d"], ["ip"]),
         (inputs(x=(2, 5), l=(2,)) + layer("Accuracy", "acc", ["x", "l"], ["acc"]), ["x", "l", "acc"], []),
         (inputs(x=(2, 5), i=(2,)) + layer("Reshape", "i2", ["i"], ["i2"], "reshape_param { shape { dim: -1 } }")
          + layer("Embed", "e", ["i2"], ["e"], "embed_param { num_output: 4 input_dim: 9000 }")
