@@ -6,15 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpu.timing import has_backward
+
 if TYPE_CHECKING:
     from gpu.net import Net
 
 
 def describe(net: Net) -> list[dict[str, Any]]:
-    """One mapping a layer, in order; bytes are those of its tops with their gradients, work space, parameters and own
-    arrays. Parameters: shape, filler, and mean, std, min, max and zeros of their values now."""
+    """One mapping a layer, in order. ``bytes``: of its tops with their gradients (in the last of the layers that work
+    in one place), its work space and sums of gradients; ``param_bytes``: of its parameters with theirs; ``kept_bytes``:
+    of its own arrays. Parameters: shape, filler, and mean, std, min, max and zeros of their values now."""
     by_layer: dict[str, int] = {}
     homes = {top.name: node.layer.name for node in net._graph.nodes for top in node.tops}
+    back = has_backward(net)
     for buffer in net.memory_plan().buffers:
         name = buffer.name.removesuffix(".diff")
         owner = homes.get(name.split(" of ")[0]) if buffer.kind in ("data", "diff") else name.split(" ")[0]
@@ -43,6 +47,7 @@ def describe(net: Net) -> list[dict[str, Any]]:
                 "in_place": any(node.in_place),
                 "backward": node.backward,
                 "bytes": by_layer.get(layer.name, 0),
+                "param_bytes": (2 if back and layer.learned else 1) * sum(4 * blob.count for blob in layer.blobs),
                 "kept_bytes": layer.kept_bytes,
                 "params": params,
             }
@@ -60,7 +65,7 @@ def line(row: dict[str, Any]) -> str:
         for p in row["params"]
     )
     backward = "" if row["backward"] else ", no backward"
-    nbytes = row["bytes"] + row["kept_bytes"]
+    nbytes = row["bytes"] + row["param_bytes"] + row["kept_bytes"]
     return f"{row['phase']} {row['layer']} ({row['type']}): {shapes} -> {tops}, {nbytes:,} bytes{backward}{params}"
 
 

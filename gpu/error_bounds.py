@@ -99,7 +99,8 @@ def lengths(node: Node) -> Lengths:
         near = spec.lrn_param.local_size ** (2 if spec.lrn_param.norm_region else 1)
         return Lengths(near, near, 1)
     if kind in ("Scale", "Bias", "PReLU"):
-        learned = values // max(1, node.layer.blobs[0].count) if node.layer.blobs else values
+        shapes = node.layer.param_shapes  # its blobs are filled in nets only
+        learned = values // max(1, math.prod(shapes[0].shape)) if shapes else values
         return Lengths(1, values if len(node.bottoms) > 1 else 1, learned)
     if kind == "Softmax":
         return Lengths(bottom[spec.softmax_param.axis], bottom[spec.softmax_param.axis], 1)

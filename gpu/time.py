@@ -133,7 +133,6 @@ def _results(net: Net, measured: Measured) -> dict[str, Any]:
         times, about = measured.layers[layer.name], of_layers[layer.name]
         own = float(np.median(times.forward_ms)) + float(np.median(times.backward_ms) if times.backward_ms else 0)
         hashes = {"forward": _hash(times.forward_hashes), "backward": _hash(times.backward_hashes)}
-        copies = 2 if back and layer.learned else 1
         rows.append(
             {
                 "layer": layer.name,
@@ -143,7 +142,7 @@ def _results(net: Net, measured: Measured) -> dict[str, Any]:
                 "share": own / whole if whole else 0.0,
                 "bytes": {
                     "blobs": about["bytes"],
-                    "params": copies * sum(4 * blob.count for blob in layer.blobs),
+                    "params": about["param_bytes"],
                     "own": about["kept_bytes"],
                 },
                 "identical": len(set(times.forward_hashes)) == 1 and len(set(times.backward_hashes)) <= 1,

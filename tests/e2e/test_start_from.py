@@ -93,10 +93,10 @@ def test_a_state_of_caffe_is_gone_on_from_with_data_at_record_0(databases: list[
 
 
 def test_a_state_of_caffe_in_hdf5_is_gone_on_from(databases: list[str], files: Path) -> None:
-    """Its own file at 20, two sub-batches a step, with weights beside it by the name that it gives."""
-    shutil.copy(DATA / "lenet" / "lenet_h5_iter_20.solverstate.h5", files)
-    solver = lenet("lenet_solver_h5")  # with the weights that Caffe began with
-    solver.net.save(files / "lenet_h5_iter_20.caffemodel.h5")
+    """Its own files at 20, two sub-batches a step."""
+    for ending in ("solverstate.h5", "caffemodel.h5"):
+        shutil.copy(DATA / "lenet" / f"lenet_h5_iter_20.{ending}", files)
+    solver = lenet("lenet_solver_h5")
     text = (DATA / "proto" / "lenet_solver_h5.prototxt").read_text()
     (files / "solver.prototxt").write_text(text.replace("proto/lenet_train_test.prototxt", "net.prototxt"))
     state = "lenet_h5_iter_20.solverstate.h5"

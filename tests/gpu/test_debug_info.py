@@ -53,7 +53,9 @@ def test_the_lines_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
             diff = {name: np.abs(net.blobs[name].diff.astype(np.float64)).mean() for name in ("ip", "act", "top")}
             params = [np.abs(array).mean(dtype=np.float64) for array in before]
             grads = [np.abs(param.blob.diff).mean(dtype=np.float64) for param in net.learnable]
-            l1 = sum(np.abs(param.blob.diff).sum(dtype=np.float64) for param in net.learnable)
+            kinds = (before, [param.blob.diff.copy() for param in net.learnable])
+            l1 = [sum(np.abs(array).sum(dtype=np.float64) for array in arrays) for arrays in kinds]
+            l2 = [np.linalg.norm(np.concatenate([array.ravel() for array in arrays])) for arrays in kinds]
             other.step_on(batch)
             updates = [np.abs(param.blob.diff).mean(dtype=np.float64) for param in net.learnable]
             if made.iter == 2:
@@ -90,9 +92,23 @@ def test_the_lines_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
             assert [message for message in found if message != norms] == forward + backward + update
             assert found.index(norms) == len(forward + backward)
             told = [float(text) for text in re.findall(r"[\d.e+-]+(?=[,)])", norms)]
-            assert told[1] == pytest.approx(l1, rel=1e-4)
+            assert told == pytest.approx([*l1, *l2], rel=1e-4)
             assert made.debug_info is not None
             assert [str(line).strip() for line in made.debug_info.lines] == forward + backward + update
+
+
+def test_each_of_several_tops_and_bottoms_has_its_own_value() -> None:
+    text = nets.inputs(x=(2, 3)) + nets.layer("Slice", "cut", ["x"], ["a", "b", "c"])
+    text += nets.layer("InnerProduct", "up", ["b"], ["d"], f"inner_product_param {{ num_output: 1 {FILL} }}")
+    text += nets.layer("Eltwise", "sum", ["d", "c"], ["s"], "eltwise_param { coeff: 1 coeff: -3 } loss_weight: 1")
+    made = Solver(RULE + "display: 1 debug_info: true", net="force_backward: true\n" + text, backend="numpy", seed=2)
+    made.step_on({"x": np.array([[1, -2, 5], [3, 4, -7]], np.float32)})
+    assert made.debug_info is not None
+    lines = made.debug_info.lines
+    tops = {line.name: line.data for line in lines if line.pass_ == "Forward" and line.layer == "cut"}
+    assert tops == {"a": 2, "b": 3, "c": 6}
+    below = {line.name: line.diff for line in lines if (line.layer, line.what) == ("sum", "bottom blob")}
+    assert below == {"d": 1, "c": 3}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.layer_parity import LIMITS, errors, kind
 from gpu.backend import Backend
 from gpu.layers import kernels
 from gpu.layers.base import LayerError
@@ -21,14 +21,6 @@ GOLDEN = Path(__file__).parents[1] / "data" / "layers"
 # The second one takes the code path of devices: the same source, with NumPy's arrays in place of cupy's.
 BACKENDS = {"compiled": Backend("numpy", np, "test"), "portable": Backend("portable", np, "test")}
 REFUSED = {"pool_max_k2s3_EMPTYWINDOW", "pool_ave_k2s3_EMPTYWINDOW", "bn_test_zero_factor", "dropout_train"}
-LIMIT = 1e-5
-"""Relative L2 of an array of one layer. In float32 a sum of k terms is off by about sqrt(k) * 6e-8 from one in another
-order, and exp and log of two libraries by some units in the last place: 4e-7 at worst, the rest is for other BLASes."""
-# These move, compare or count values, without arithmetic that could round otherwise than Caffe's.
-MOVERS = (
-    *("absval", "acc", "argmax", "batch_reindex", "clip", "concat", "dropout_test", "elt_max", "filter", "flatten"),
-    *("im2col", "pool_max_k2s2", "relu", "reshape", "slice", "split", "spp", "threshold"),
-)
 CASES = sorted(path.stem for path in GOLDEN.glob("*.npz") if path.stem not in REFUSED)
 
 
@@ -69,31 +61,23 @@ def test_as_caffe(case: str, backend: str) -> None:
     check_as_caffe(case, *load(case, backend))
 
 
-def check_as_caffe(case: str, net: Net, golden: dict[str, np.ndarray]) -> None:
-    """Forward, backward and changed parameters of a one-layer net, on any backend, against a golden file."""
+def check_as_caffe(case: str, net: Net, golden: dict[str, np.ndarray], rounding: float | None = None) -> None:
+    """Forward, backward and changed parameters of a one-layer net against a golden file, held to its type's limit.
+
+    ``rounding``: of another machine than the CPU, in place of the limits that are not 0.
+    """
     for name, blobs in net.params.items():
         if name in golden:  # an input that is learned: Caffe's layers above it would get no gradient otherwise
             blobs[0].data = golden[name]
-    net.forward(**{name: golden[f"in_{name}"] for name in net.inputs})
-    wanted = {key[4:]: golden[key] for key in golden if key.startswith("out_")}
-    found: dict[str, tuple[np.ndarray, np.ndarray]] = {
-        f"out {name}": (net.blobs[name].data, array) for name, array in wanted.items()
-    }
-    for i, blob in enumerate(net.params.get("L", [])):
-        if f"pa{i}" in golden:
-            found[f"changed parameter {i}"] = (blob.data.copy(), golden[f"pa{i}"])
-    diffs = {key[5:]: golden[key] for key in golden if key.startswith("dout_")}
-    if diffs:
-        gradients = net.backward(**diffs)
-        gradients |= {name[3:]: blobs[0].diff for name, blobs in net.params.items() if name in golden}
-        found |= {f"gradient {key[4:]}": (gradients[key[4:]], golden[key]) for key in golden if key.startswith("din_")}
-        for key in golden:
-            if re.fullmatch(r"dp\d", key):
-                found[f"gradient {key}"] = (net.params["L"][int(key[2:])].diff, golden[key])
-    assert found
-    for what, (have, want) in found.items():
-        assert have.shape == want.shape, what
-        assert error(have, want) <= (0 if case.startswith(MOVERS) else LIMIT), what
+    off = errors(net, golden)
+    kept = LIMITS[kind(net)]
+    assert off["outputs"]
+    assert bool(off["gradients"]) == any(key.startswith("dout_") for key in golden)
+    for part, arrays in off.items():
+        limit = kept.gradients if part == "gradients" else kept.outputs
+        for key, found in arrays.items():
+            assert limit is not None, f"{case}: {kind(net)} is said to have no {part}"
+            assert found <= (rounding if limit and rounding else limit), key
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -115,7 +115,9 @@ def test_a_step_that_overflows_leaves_no_trace_but_its_number(notes: Notes) -> N
     assert LEAST * 2.0**39 == MOST / 2
     (skipped,), (change,) = notes.of("skipped_step"), notes.of("loss_scale")
     assert (skipped["layer"], skipped["tensor"], skipped["phase"]) == ("b", "b.diff", "backward")
+    assert (skipped["step"], skipped["scale"], skipped["why"]) == (3, MOST, "gradients that are not finite")
     assert (change["before"], change["after"], change["step"]) == (MOST, MOST / 2, 3)
+    assert (change["layer"], change["why"]) == ("b", skipped["why"])
     while made.scaler.loss_scale.in_a_row:
         made.step_on(batch(made.iter))
     assert not np.array_equal(before[0], everything(made)[0])
@@ -147,7 +149,10 @@ def test_growth_and_its_limits(notes: Notes) -> None:
     for step in range(7):
         made.step_on(batch(step))
     assert made.scaler.loss_scale == LossScale(4096, True, good=1, growth=3)
-    assert [(note["step"], note["after"]) for note in notes.of("loss_scale")] == [(2, 2048), (5, 4096)]
+    changes = [(note["step"], note["before"], note["after"]) for note in notes.of("loss_scale")]
+    assert changes == [(2, 1024, 2048), (5, 2048, 4096)]
+    assert {note["why"] for note in notes.of("loss_scale")} == {"3 good steps in a row"}
+    assert notes.marks == [(Stage.LOSS_SCALE, step, round(np.log2(to / LEAST))) for step, _, to in changes]
     assert (LossScale.of("dynamic").growth, LossScale.of("dynamic").scale) == (2000, START)
     assert MOST / 2.0 ** (PATIENCE - 1) < LEAST  # there is time to get to the least scale, and then some
     full = LossScale(MOST, True, good=10)
@@ -170,6 +175,59 @@ def test_a_loss_that_is_not_finite_keeps_the_scale_and_ends_the_run_in_time(note
     assert all(np.array_equal(a, b) for a, b in zip(before, everything(made), strict=True))
     (first,) = [note for note in notes.of("precision_first") if note["kind"] == "overflow"]
     assert (first["layer"], first["tensor"], first["phase"], first["step"]) == ("x", "x", "forward", 0)
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_whatever_its_gradients(notes: Notes) -> None:
+    made = solver()
+    made.step_on(batch(0))
+    made.scaler.begin()
+    made.net.learnable[0].blob.diff = np.ones((16, 8), np.float32)
+    assert not made.scaler.end(1, float("inf"))
+    assert (made.scaler.loss_scale.scale, made.scaler.loss_scale.skipped) == (START, 1)
+    (skipped,) = notes.of("skipped_step")
+    assert (skipped["step"], skipped["why"]) == (1, "a loss that is not finite")
+    assert not made.net.learnable[0].blob.diff.any()
+
+
+def test_a_recurrent_state_that_is_not_finite_is_forgotten() -> None:
+    """It is carried from pass to pass, and would make every later loss NaN."""
+    text = inputs(x=(3, 2, 4), cont=(3, 2), l=(3, 2))
+    text += layer(
+        "RNN", "r", ["x", "cont"], ["r"], 'recurrent_param { num_output: 5 weight_filler { type: "xavier" } }'
+    )
+    text += layer("SoftmaxWithLoss", "loss", ["r", "l"], ["loss"], "softmax_param { axis: 2 }")
+    made = Solver(RULE % (0.05, ""), net=text, backend="numpy", precision="fp16")
+    given = {"x": np.full((3, 2, 4), 0.5), "cont": np.ones((3, 2)), "l": np.ones((3, 2))}
+    first = made.step_on(given)
+    with np.errstate(invalid="ignore"):
+        assert not np.isfinite(made.step_on(given | {"x": np.full((3, 2, 4), np.nan)}))
+    assert np.isfinite(made.step_on(given))
+    assert first > 0
+    assert made.scaler.loss_scale.skipped == 1
+
+
+def test_the_first_tensor_is_named_not_the_worst_with_what_it_lost(notes: Notes) -> None:
+    """Counted by hand: of 128 weights one overflows and one is lost, before all the biases overflow."""
+    made = solver()
+    weight, bias = made.net.params["a"]
+    sound = [weight.data.copy(), bias.data.copy()]
+    weight.data = np.full((16, 8), 0.25, np.float32)
+    weight.data[3, 2], weight.data[5, 5], weight.data[0, 0] = 7e4, -1e-9, 0
+    bias.data = np.full(16, 7e4, np.float32)
+    for step in range(2):
+        made.step_on(batch(step))
+    for kind in ("overflow", "underflow"):
+        (first,) = [note for note in notes.of("precision_first") if note["kind"] == kind]
+        found = {name: first[name] for name in ("step", "layer", "tensor", "phase", "values", "nonzero")}
+        assert found == {"step": 0, "layer": "a", "tensor": "a.0", "phase": "forward", "values": 1, "nonzero": 127}
+    assert [(note["step"], note["tensor"]) for note in notes.of("skipped_step")] == [(0, "a.0"), (1, "a.0")]
+    counted = losses_by_layer(made.scaler.precision)["a"]["weights"]
+    assert (counted["overflow"], counted["flushed"]) == (2 * (1 + 16), 2 * 1)
+    # What was lost in earlier steps is no step's offender later.
+    weight.data, bias.data = sound
+    made.scaler.loss_scale.scale = MOST
+    made.step_on(batch(2))
+    assert notes.of("skipped_step")[2]["tensor"] == "b.diff"
 
 
 @pytest.mark.parametrize("ending", ["", ".h5"])

@@ -26,14 +26,18 @@ def error(found: np.ndarray, wanted: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("backend", ["numpy", "portable"])
-@pytest.mark.parametrize("name", ["lenet_iter200_b8", "cifar10_quick_b4"])
-def test_whole_nets_as_caffe(name: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("lenet_iter200_b8", "lenet/lenet_iter_200.caffemodel.h5"),
+        ("cifar10_quick_b4", "cifar10_quick/cifar10_quick_iter_300.caffemodel"),
+    ],
+)
+def test_whole_nets_as_caffe(name: str, weights: str, backend: str) -> None:
     with np.load(DATA / "nets" / f"{name}.npz") as archive:
         golden = {key: archive[key] for key in archive.files}
     net = Net(DATA / "nets" / f"{name}.prototxt", backend=Backend(backend, np, "test"))
-    for layer, blobs in net.params.items():
-        for i, blob in enumerate(blobs):
-            blob.data = golden[f"p:{layer}.{i}"]
+    net.copy_from(DATA / weights)
     net.forward(data=golden["b:data"], label=golden["b:label"])
     net.backward()
     kinds = {"b": 0, "d": 0, "g": 0}

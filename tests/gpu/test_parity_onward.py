@@ -11,7 +11,7 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 from gpu.solver import Solver
-from tests.gpu.training import CIFAR, DATA, Batch, cifar, crops, lenet, mnist
+from tests.gpu.training import Batch, cifar, crops, lenet, mnist, restored
 
 pytestmark = pytest.mark.oracle
 STEPS = 20
@@ -63,22 +63,29 @@ def check(solver: Solver, scores: Scores, batches: Callable[[int], list[Batch]])
             assert solver.step_on(batches(step)) == pytest.approx(wanted, rel=1e-3), f"iteration {step}"
 
 
+def pair(step: int) -> list[Batch]:
+    """The two sub-batches of a step."""
+    return [mnist(2 * step), mnist(2 * step + 1)]
+
+
 @pytest.mark.parametrize(
-    ("made", "state", "scores", "batch"),
+    ("name", "made", "scores", "batches"),
     [
-        (lenet, DATA / "lenet" / "lenet_iter_100.solverstate", lenet_scores, mnist),
-        (cifar, CIFAR / "cifar10_quick_iter_300.solverstate", cifar_scores, crops),
+        ("lenet/lenet_iter_100", lenet, lenet_scores, lambda step: [mnist(step)]),
+        ("lenet/lenet_iter_200", lenet, lenet_scores, lambda step: [mnist(step)]),
+        ("lenet/lenet_h5_iter_20", lambda: lenet("lenet_solver_h5"), lenet_scores, pair),
+        ("cifar10_quick/cifar10_quick_iter_300", cifar, cifar_scores, lambda step: [crops(step)]),
     ],
-    ids=["lenet at 100", "cifar10_quick at 300"],
+    ids=lambda value: value.rpartition("/")[2] if isinstance(value, str) else "",
 )
 def test_20_iterations_on_from_a_snapshot_of_caffe(
-    made: Callable[[], Solver], state: Path, scores: Scores, batch: Callable[[int], Batch]
+    name: str, made: Callable[[], Solver], scores: Scores, batches: Callable[[int], list[Batch]], tmp_path: Path
 ) -> None:
-    solver = made()
-    solver.restore(state)
+    solver = restored(made(), name, tmp_path)
+    assert solver.iter == int(name.rpartition("_")[2])
     assert any(array.any() for array in solver.history)
-    check(solver, scores, lambda step: [batch(step)])
+    check(solver, scores, batches)
 
 
 def test_20_iterations_of_two_sub_batches_from_the_initial_weights() -> None:
-    check(lenet("lenet_solver_h5"), lenet_scores, lambda step: [mnist(2 * step), mnist(2 * step + 1)])
+    check(lenet("lenet_solver_h5"), lenet_scores, pair)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gpu.net import Net
 from gpu.precision import check
+from gpu.solver import Solver
 from profiler.errors import UsageError
 from tests.gpu import nets
 from tests.gpu.counting import counted
@@ -74,6 +75,40 @@ def test_every_array_as_an_emulation_that_rounds(scale: float) -> None:
             np.testing.assert_allclose(blob.diff, gradient, rtol=2e-3, atol=1e-4 * scale, err_msg=name)
 
 
+ONE = "inner_product_param { num_output: 1 bias_term: false weight_filler { value: 1 } }"
+
+
+def test_weights_collect_steps_that_float16_cannot_tell_apart() -> None:
+    """Steps of 2^-13 from 1, where float16 has steps of 2^-11 below it: by hand, in powers of two."""
+    text = inputs(x=(1, 1)) + layer("InnerProduct", "a", ["x"], ["a"], f"{ONE} loss_weight: 1")
+    rule = f'base_lr: {2.0**-13} lr_policy: "fixed" random_seed: 1\n'
+    made = Solver(rule, net=text, backend="numpy", precision="fp16")
+    (weight,) = made.net.params["a"]
+    for step in range(17):
+        exact = 1 - step * 2.0**-13
+        assert weight.data.item() == exact
+        assert made.step_on({"x": [[1.0]]}) == float(np.float16(exact))
+    assert weight.data.dtype == np.float32
+
+
+def test_sums_inside_a_layer_and_over_sub_batches_are_float32() -> None:
+    """In float16 a sum of ones ends at 2048, and 1 + 2^-12 is 1."""
+    text = inputs(x=(4096, 1)) + layer("InnerProduct", "a", ["x"], ["a"], ONE)
+    net = Net(text + layer("Reduction", "sum", ["a"], ["sum"], "loss_weight: 1"), "TRAIN", precision="fp16")
+    assert net.forward(x=np.ones((4096, 1)))["sum"] == 4096
+    net.backward()
+    assert net.params["a"][0].diff.item() == 4096
+    wide = Net(inputs(x=(1, 4096)) + layer("InnerProduct", "a", ["x"], ["a"], ONE), "TEST", precision="fp16")
+    assert wide.forward(x=np.ones((1, 4096)))["a"].item() == 4096
+    net = Net(inputs(x=(1, 1)) + layer("InnerProduct", "a", ["x"], ["a"], f"{ONE} loss_weight: 1"), "TRAIN",
+              precision="fp16")  # fmt: skip
+    net.clear_param_diffs()
+    for value in (1, 2.0**-12):
+        net.forward_only(x=[[value]])
+        net.backward_only()
+    assert net.params["a"][0].diff.item() == 1 + 2.0**-12
+
+
 def test_what_stays_in_float32() -> None:
     net = two_layers(precision="fp16")
     assert dtypes(net) == {
@@ -85,6 +120,11 @@ def test_what_stays_in_float32() -> None:
         "loss": "float32",
     }
     assert {blob.data.dtype.name for blobs in net.params.values() for blob in blobs} == {"float32"}
+    order = ["x", "a.0", "a.1", "a", "r", "b.0", "b.1", "b", "b.diff", "r.diff", "a.diff", "x.diff"]
+    assert [tensor.name for tensor in net.precision.tensors] == order  # as a step rounds them: the first one is named
+    for name, each in lost(net).items():  # a blob's gradient belongs to the layer that makes the blob
+        assert each.tensor.layer == name.split(".")[0]
+        assert each.tensor.phase == ("backward" if name.endswith(".diff") else "forward")
     kept = two_layers(precision="fp16", keep_fp32=["b", "x"])
     assert dtypes(kept) | {"b": "float32", "x": "float32"} == dtypes(kept)
     assert not {"b", "b.0", "b.diff", "x"} & set(lost(kept))
@@ -94,6 +134,8 @@ def test_what_stays_in_float32() -> None:
 @pytest.mark.parametrize(
     ("text", "exact", "half"),
     [
+        (layer("DummyData", "d", [], ["d"], "dummy_data_param { shape { dim: 2 dim: 5 } }")
+         + layer("InnerProduct", "ip", ["d"], ["ip"], DENSE % 4), ["d"], ["ip"]),
         (inputs(x=(2, 5), l=(2,)) + layer("Accuracy", "acc", ["x", "l"], ["acc"]), ["x", "l", "acc"], []),
         (inputs(x=(2, 5), i=(2,)) + layer("Reshape", "i2", ["i"], ["i2"], "reshape_param { shape { dim: -1 } }")
          + layer("Embed", "e", ["i2"], ["e"], "embed_param { num_output: 4 input_dim: 9000 }")

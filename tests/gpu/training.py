@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import lzma
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -81,6 +83,24 @@ def cifar() -> Solver:
     )
     made.net.copy_from(CIFAR / "cifar10_quick_iter_0.caffemodel")
     return made
+
+
+def restored(solver: Solver, name: str, folder: Path) -> Solver:
+    """``solver`` at a snapshot of Caffe's in tests/data, ``lenet/lenet_iter_0``, restored from the state file.
+
+    Weights and histories are other ones before, so that what is not restored shows.
+    """
+    (state,) = DATA.glob(f"{name}.solverstate*")
+    if state.suffix == ".xz":
+        shutil.copy(DATA / f"{name}.caffemodel", folder)
+        unpacked = folder / state.stem
+        unpacked.write_bytes(lzma.decompress(state.read_bytes()))
+        state = unpacked
+    for param, history in zip(solver.net.learnable, solver.history, strict=True):
+        param.blob.data = np.full(param.blob.shape, 7, np.float32)
+        history[...] = 7
+    solver.restore(state)
+    return solver
 
 
 def distance(solver: Solver, weights: dict[str, np.ndarray]) -> float:

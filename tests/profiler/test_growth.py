@@ -147,6 +147,62 @@ def test_a_leak_of_many_blobs_says_so() -> None:
     assert "as many blobs as before" in classify(range(STEPS), *map(list, zip(*grown, strict=True))).reason
 
 
+LEVEL = [100.0 * MIB] * 100
+
+
+def line(start: float, rise: float, count: int = 100) -> list[float]:
+    """MiB, rising from the end of the warm-up to the last reading."""
+    warm = count // 5
+    return [MIB * (start + rise * max(0, i - warm) / (count - 1 - warm)) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("level", "rise", "grows"),
+    [(100, 1.8, False), (100, 2.4, True), (10, 0.9, False), (10, 1.2, True), (1000, 18, False), (1000, 24, True)],
+)
+def test_the_edges_of_growth_are_two_percent_and_a_mebibyte(level: float, rise: float, grows: bool) -> None:
+    flat = [level * float(MIB)] * 100
+    found = classify(range(100), flat, line(level, rise), flat)
+    assert found.verdict == ("cache" if grows else "steady"), found
+    assert classify(range(100), line(level, rise), line(2 * level, 0), flat).verdict == ("leak" if grows else "steady")
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.45, "fragmentation"), (0.55, "cache")])
+def test_the_edges_of_fragmentation_is_half_of_what_is_free(share: float, verdict: str) -> None:
+    reserved = line(100, 50)
+    largest = [share * (total - used) for total, used in zip(reserved, LEVEL, strict=True)]
+    assert classify(range(100), LEVEL, reserved, largest).verdict == verdict
+
+
+@pytest.mark.parametrize(("late", "verdict"), [(0.15, "cache"), (0.4, "leak")])
+def test_the_edges_of_levelling_off_is_a_quarter_of_the_slope(late: float, verdict: str) -> None:
+    """The last third of the judged readings rises by that share of what the others do."""
+    rises = [1.0 if i < 20 + 2 * 240 // 3 else late for i in range(260)]
+    used = [MIB * (100 + each) for each in np.cumsum(rises)]
+    assert classify(range(260), used, used, LEVEL[:1] * 260).verdict == verdict
+
+
+def test_the_edges_of_what_is_judged() -> None:
+    """A fifth is warm-up, and 20 readings are enough."""
+    used = [MIB * (100 + 2 * min(i, 15)) for i in range(100)]
+    assert classify(range(100), used, used, LEVEL).verdict == "steady"
+    assert classify(range(19), LEVEL[:19], LEVEL[:19]).verdict is None
+    assert classify(range(20), LEVEL[:20], LEVEL[:20]).verdict == "steady"
+
+
+def test_the_edges_of_single_readings_and_of_curves_that_level_off() -> None:
+    """A spike decides nothing, wherever it is; what levels off early or grows by next to nothing late is a cache."""
+    spike = [*LEVEL[:98], 1100.0 * MIB, LEVEL[0]]
+    assert classify(range(100), spike, spike, LEVEL).verdict == "steady"
+    late = [MIB * (100.0 + 30 * (i > 1200 and i % 10 == 5)) for i in range(2400)]
+    assert classify(range(2400), late, late, late).verdict == "steady"
+    early = [MIB * (100.0 + 2 * min(max(i - 20, 0), 15)) for i in range(100)]
+    assert classify(range(100), early, early, LEVEL).verdict == "cache"
+    rises = np.cumsum([1.0 if i < 180 else 0.3 for i in range(260)])
+    slight = [MIB * (10 + 1.2 * max(0.0, (each - 20) / (rises[-1] - 20))) for each in rises]
+    assert classify(range(260), slight, slight, LEVEL[:1] * 260).verdict == "cache"
+
+
 def test_what_is_not_known_is_not_judged() -> None:
     assert classify(range(5), [1] * 5, [1] * 5).verdict is None
     rising = [MIB * i for i in range(STEPS)]
