@@ -64,6 +64,7 @@ def work(
             else:
                 assert reader is not None
                 maker = BatchMaker(spec, probed, reader, recorder)
+                maker.begin = lambda record: ring.begin_record(row, record.index, record.key)
             maker.warm_up()
             slots = [probed.layout.views(ring.payload(index)) for index in range(ring.capacity)]
         ring.enter(row)

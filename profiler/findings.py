@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,21 @@ _MANY = 20
 def lost_steps(notes: Iterable[dict[str, Any]]) -> set[int]:
     """Steps that a lost worker was making."""
     return {int(note["step"]) for note in notes if note.get("note") == _LOST and isinstance(note.get("step"), int)}
+
+
+def lost_figures(note: Mapping[str, Any]) -> str:
+    """What memory a lost worker and its control group had, in words; empty where nothing is known."""
+    said = []
+    if "rss_mib" in note:
+        own, before = note.get("own_mib"), note.get("seen_s_before")
+        said.append(f"{note['rss_mib']} MiB resident, {own} of them its own ({before} s before)")
+    if "group_used_mib" in note:
+        of = f" of {note['group_limit_mib']}" if "group_limit_mib" in note else ""
+        cache = f", {note['group_cache_mib']} of them page cache" if "group_cache_mib" in note else ""
+        said.append(f"its control group {note['group_used_mib']}{of} MiB{cache}")
+    if "oom_kills" in note:
+        said.append(f"processes killed for memory there so far: {note['oom_kills']}")
+    return "; ".join(said)
 
 
 def fault_counts(notes: Iterable[dict[str, Any]]) -> dict[str, int]:
@@ -116,6 +131,10 @@ def _faults(run: Run, events: np.ndarray) -> list[Finding]:
             text += f" while it made the batch of step {step}"
         how = [str(note[key]) for key in ("how", "exit", "meaning", "signal") if note.get(key)]
         text += f" ({', '.join(how)})" if how else ""
+        if note.get("record") is not None:
+            text += f"; it was at record {note['record']} (key {note.get('key')!r})"
+        if said := lost_figures(note):
+            text += f"; when last seen it had {said}"
         moment = int(note.get("t_ns") or 0)
         back = restarts[(restarts["t0_ns"] <= moment) & (restarts["t1_ns"] >= moment)]
         if len(back):
