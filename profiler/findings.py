@@ -19,9 +19,10 @@ _LOST = "worker_lost"
 _SILENT = "worker_silent"
 _BAD = ("bad_record", "bad_records")
 _WARNED = ("data_warning", "loss_saturated", "pinning_warning")
+_SPILLED = "objects_spilled"
 _CHECKED = "checksums"
 _ORDER = "emission"
-_QUIET = ("closed", "gc_short", "layer", _CHECKED, _ORDER, *_WARNED, *_BAD, *rounding.NOTES)
+_QUIET = ("closed", "gc_short", "layer", _CHECKED, _ORDER, _SPILLED, *_WARNED, *_BAD, *rounding.NOTES)
 _SELF = ("note", "t_ns", "wall_ns", "process", "name", "role", "actor", "pid")
 _MANY = 20
 
@@ -88,7 +89,8 @@ def collect(run: Run, events: np.ndarray, timeline: Timeline, attribution: Attri
     """All findings of a run, the gravest first. ``events``: EVENT[n] of all processes."""
     found = [
         *_end(run, timeline), *_faults(run, events), *_silent(run), *_order(run, timeline), *_bad_records(run),
-        *_warnings(run), *_checksums(run), *_growth(run), *rounding.findings(run.notes), *_notes(run),
+        *_warnings(run), *_spilled(run, events), *_checksums(run), *_growth(run), *rounding.findings(run.notes),
+        *_notes(run),
         *_record(run, timeline, attribution),
     ]  # fmt: skip
     rank = {"fault": 0, "warning": 1, "info": 2}
@@ -211,6 +213,21 @@ def _warnings(run: Run) -> list[Finding]:
         Finding(str(note["note"]), "warning", text, step if isinstance(step, int) else None)
         for text, note, step in steps
     ][:_MANY]
+
+
+def _spilled(run: Run, events: np.ndarray) -> list[Finding]:
+    """That Ray wrote objects to disk, whether steps waited for it or not."""
+    nodes = {str(note.get("node")): note.get("store_mib") for note in run.notes if note.get("note") == _SPILLED}
+    seen = events[(events["stage"] == Stage.SPILL) & (events["kind"] == Kind.SPAN)]
+    if not nodes or not len(seen):
+        return []
+    where = ", ".join(f"{node} ({mib} MiB)" for node, mib in sorted(nodes.items()))
+    text = (
+        f"Ray's object store was full on {where}: {int(seen['bytes'].sum()) >> 20:,} MiB of objects were written to "
+        f"disk and {int(seen['items'].sum()) >> 20:,} MiB read back. Batches of remote workers wait meanwhile. A larger "
+        "store (ray start --object-store-memory) or fewer objects in it (ray memory shows them) end that."
+    )
+    return [Finding(_SPILLED, "warning", text)]
 
 
 def _checksums(run: Run) -> list[Finding]:

@@ -208,7 +208,7 @@ def cgroup_throttling() -> Throttling | Missing:
 
 
 class MemoryGroup:
-    """The control group (v2 or v1) that bounds the memory of a process: the calling one, or ``pid`` as long as it lives.
+    """The control group (v2 or v1) that bounds the memory of a process: the calling one, or ``pid``, while it lives.
 
     It can be asked after the process has ended.
     """
