@@ -17,7 +17,7 @@ import psutil
 from pipeline.process import Process
 
 EVERY_S = 2.0
-LOST_S = 20.0
+LOST_S = 15.0
 """A head that has answered no connection for so long is lost. (One that is restarted in that time is not.)"""
 _FAILURES = 3
 

@@ -1,7 +1,7 @@
 """How much of the steps' waiting for batches of other nodes falls to Ray's writing objects to disk.
 
-Spilling is no service of a batch: it makes TRANSFER longer. So a batch's share is what its transfer took more than
-transfers usually take in the same run, where it overlaps with a time in which objects were written or read back.
+Spilling is no service of a batch: it makes TRANSFER longer. So what it has cost is what a batch's transfer took more
+than transfers usually take in the same run, where it overlaps with a time in which objects were written or read back.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from profiler.timeline import Timeline, overlap, union
 
 @dataclass(frozen=True)
 class Spilled:
-    """``share``: float64[n], of each step's blame for transfer, 0..1; ``evidence``: what the counters said."""
+    """``extra_ns``: float64[n], how much of each step's blame for transfer it can be at most; ``evidence``: what the
+    counters said."""
 
-    share: np.ndarray
+    extra_ns: np.ndarray
     evidence: dict[str, Any] = field(default_factory=dict)
 
 
 def look(events: np.ndarray, timeline: Timeline, parts: list[Model], made: Batches) -> Spilled:
     """``events``: EVENT[n] of all processes."""
-    share = np.zeros(len(timeline))
+    extra = np.zeros(len(timeline))
     seen = events[(events["stage"] == Stage.SPILL) & (events["kind"] == Kind.SPAN)]
     if not len(seen):
-        return Spilled(share)
+        return Spilled(extra)
     times = union(seen[np.argsort(seen["t0_ns"], kind="stable")])
     moved = events[(events["stage"] == Stage.TRANSFER) & (events["kind"] == Kind.SPAN)]
     took: dict[tuple[int, int], int] = {}
@@ -45,9 +46,10 @@ def look(events: np.ndarray, timeline: Timeline, parts: list[Model], made: Batch
         for row, batch in zip(model.rows[model.known].tolist(), model.batch[model.known].tolist(), strict=True):
             key = (int(made.actor[batch]), int(made.step[batch]))
             if inside.get(key) and not timeline.first[row]:
-                share[row] = min(inside[key], max(0.0, took[key] - usual)) / took[key]
+                # Without it a step would have waited less by that: what it hides is hidden first. Workers share it.
+                extra[row] = min(inside[key], max(0.0, took[key] - usual)) / model.workers
     return Spilled(
-        share,
+        extra,
         {
             "spilled_mib": int(seen["bytes"].sum()) >> 20,
             "restored_mib": int(seen["items"].sum()) >> 20,

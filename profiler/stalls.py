@@ -252,8 +252,9 @@ def _causes(
         elif name in _FOLLOW_FEED:
             whole = column.sum()
             if name == "transfer":
-                put(name, "spill", column * spilled.share, alone * (column * spilled.share).sum() / whole)
-                column = column * (1 - spilled.share)
+                piece = np.minimum(column, spilled.extra_ns)
+                put(name, "spill", piece, alone * piece.sum() / whole)
+                column = column - piece
             for reason, fraction in why.items():
                 piece = column * fraction
                 if piece.sum() > 0:
