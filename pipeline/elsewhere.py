@@ -1,4 +1,4 @@
-"""What has to hold of the other nodes of a cluster before batches are made there, and what is watched while they are."""
+"""What has to hold of a cluster's other nodes before batches are made there, and what is watched while they are."""
 
 from __future__ import annotations
 

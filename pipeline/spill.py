@@ -126,7 +126,7 @@ def _reader(node: Mapping[str, Any]) -> Callable[[], Counters]:
 
     channel = init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
     ask = node_manager_pb2_grpc.NodeManagerServiceStub(channel).GetNodeStats
-    question = node_manager_pb2.GetNodeStatsRequest(include_memory_info=False)
+    question = node_manager_pb2.GetNodeStatsRequest(include_memory_info=False)  # type: ignore[attr-defined]
 
     def read() -> Counters:
         said = ask(question, timeout=EVERY_S).store_stats

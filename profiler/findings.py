@@ -90,8 +90,7 @@ def collect(run: Run, events: np.ndarray, timeline: Timeline, attribution: Attri
     found = [
         *_end(run, timeline), *_faults(run, events), *_silent(run), *_order(run, timeline), *_bad_records(run),
         *_warnings(run), *_spilled(run, events), *_checksums(run), *_growth(run), *rounding.findings(run.notes),
-        *_notes(run),
-        *_record(run, timeline, attribution),
+        *_notes(run), *_record(run, timeline, attribution),
     ]  # fmt: skip
     rank = {"fault": 0, "warning": 1, "info": 2}
     return tuple(sorted(found, key=lambda finding: rank[finding.level]))
@@ -224,8 +223,8 @@ def _spilled(run: Run, events: np.ndarray) -> list[Finding]:
     where = ", ".join(f"{node} ({mib} MiB)" for node, mib in sorted(nodes.items()))
     text = (
         f"Ray's object store was full on {where}: {int(seen['bytes'].sum()) >> 20:,} MiB of objects were written to "
-        f"disk and {int(seen['items'].sum()) >> 20:,} MiB read back. Batches of remote workers wait meanwhile. A larger "
-        "store (ray start --object-store-memory) or fewer objects in it (ray memory shows them) end that."
+        f"disk and {int(seen['items'].sum()) >> 20:,} MiB read back. Batches of remote workers wait meanwhile. A "
+        "larger store (ray start --object-store-memory) or fewer objects in it (ray memory shows them) end that."
     )
     return [Finding(_SPILLED, "warning", text)]
 

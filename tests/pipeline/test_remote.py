@@ -91,7 +91,9 @@ def test_remote_workers_that_would_wait_for_ever_are_refused() -> None:
         placement.check_remote(spec, nodes(0.5, 0.6), 1000, big)
     with pytest.raises(FeedError, match=r"(?s)0 other nodes.*--address auto"):
         placement.check_remote(spec, [], 1000, big)
-    needed = r"(?s)store of the trainer's node.*3 workers x 2 batches x 1000 bytes = 6000 bytes, at most 80 % of the store"
+    needed = (
+        r"(?s)store of the trainer's node.*3 workers x 2 batches x 1000 bytes = 6000 bytes, at most 80 % of the store"
+    )
     with pytest.raises(FeedError, match=needed):
         placement.check_remote(spec, nodes(4.0), 1000, 7499)
     placement.check_remote(spec, nodes(1.0, 1.0, store=5000), 1000, big)

@@ -180,7 +180,8 @@ def test_the_memory_group_of_another_process(files: dict[str, str], monkeypatch:
 
 def test_nothing_readable_gives_reasons_and_no_zeros(files: dict[str, str]) -> None:
     readings = [
-        osread.cgroup_throttling(), osread.cgroup_memory(), osread.cgroup_cpus(), osread.smaps(), MemoryGroup().oom_kills(),
+        osread.cgroup_throttling(), osread.cgroup_memory(), osread.cgroup_cpus(), osread.smaps(),
+        MemoryGroup().oom_kills(),
     ]  # fmt: skip
     assert all(isinstance(reading, Missing) and reading.reason for reading in readings)
     assert osread.boot_id().startswith("host-")
