@@ -60,50 +60,79 @@ def environment() -> dict[str, str]:
     return variables
 
 
-# -- E14: the head of the cluster ends ---------------------------------------------------------------------------------
+# -- E14 and E9: the head of the cluster ends, the driver ends -------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_job_whose_cluster_loses_its_head_fails_in_time_with_its_last_snapshot(
-    tmp_path: Path, path: str, cluster: Any, how: signal.Signals
-) -> None:
-    """Ray would end it after 60 s, without a word to anybody."""
+@pytest.fixture
+def job(tmp_path: Path, path: str, cluster: Any) -> Iterator[subprocess.Popen[str]]:
+    """A training job on the cluster that has written its first snapshot."""
     (tmp_path / "net.prototxt").write_text(NET % path)
     (tmp_path / "solver.prototxt").write_text('base_lr: 0.01 lr_policy: "fixed" max_iter: 100000')
     flags = [
         f"--net={tmp_path}/net.prototxt", f"--solver={tmp_path}/solver.prototxt", "--feed.workers=1",
         f"--run.folder={tmp_path}/run", "--device.backend=emulated", "--device.step_ms=100", "--run.checkpoint_every=5",
     ]  # fmt: skip
-    job = subprocess.Popen(
+    started = subprocess.Popen(
         [sys.executable, "-m", "pipeline.train", *flags, "--address", cluster.address],
         env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 240
         while not list(tmp_path.glob("run/snapshots/iter_5.json")):
-            assert job.poll() is None, job.communicate()
+            assert started.poll() is None, started.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        workers = [
-            Process(found.pid) for found in psutil.process_iter(["cmdline"])
-            if "WorkerActor" in " ".join(found.info["cmdline"] or ())
-        ]  # fmt: skip
-        assert workers
-        (gcs,) = cluster.head_node.all_processes["gcs_server"]
-        gcs.process.send_signal(how)
-        gcs.process.wait()
-        said, errors = job.communicate(timeout=240)
+        yield started
     finally:
-        job.kill()
-        job.communicate()
+        started.kill()
+        started.communicate()
+
+
+def workers() -> list[Process]:
+    found = [
+        Process(found.pid) for found in psutil.process_iter(["cmdline"])
+        if "WorkerActor" in " ".join(found.info["cmdline"] or ())
+    ]  # fmt: skip
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_job_whose_cluster_loses_its_head_fails_in_time_with_its_last_snapshot(
+    job: subprocess.Popen[str], cluster: Any, how: signal.Signals
+) -> None:
+    """Ray would end it after 60 s, without a word to anybody."""
+    making = workers()
+    (gcs,) = cluster.head_node.all_processes["gcs_server"]
+    gcs.process.send_signal(how)
+    gcs.process.wait()
+    said, errors = job.communicate(timeout=240)
     assert "cluster head lost" in errors, (said, errors)
     assert job.returncode == 2, "in time: Ray's own end of it would have been 1"
     last = said.split("the last snapshot is ")[1].split(": ")[0]
     assert Path(last).is_file()
     assert "run.if_exists: resume" in said
-    for worker in workers:
+    for worker in making:
         assert worker.wait(60)
         worker.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_job_that_ends_leaves_nothing_on_a_cluster_that_it_has_joined_and_the_cluster_as_it_was(
+    job: subprocess.Popen[str], cluster: Any, how: signal.Signals
+) -> None:
+    making = workers()
+    job.send_signal(how)
+    job.communicate(timeout=240)
+    for worker in making:
+        assert worker.wait(60)
+        worker.close()
+    assert job.returncode == (130 if how is signal.SIGINT else -signal.SIGKILL)
+    for name in ("gcs_server", "raylet"):
+        (server,) = cluster.head_node.all_processes[name]
+        assert server.process.poll() is None
+    with ray_runtime.running(address=cluster.address):
+        assert actors.node_cpus() == 2
 
 
 # -- E11: a node without the data --------------------------------------------------------------------------------------

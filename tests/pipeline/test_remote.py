@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -147,6 +148,8 @@ def address() -> Iterator[str]:
 @pytest.mark.ray
 @pytest.mark.long
 def test_batches_of_another_node_are_the_same_and_its_loss_loses_nothing(tmp_path: Path, address: str) -> None:
+    from ray._private.internal_api import memory_summary
+
     expected = [step["fill"] for step in golden.hashes(replace(SPEC, engine="inline", remote_workers=0))]
     spec = replace(SPEC, recorder_folder=str(tmp_path), detail="full", workers=1, transform=replace(
         SPEC.transform, python="tests.pipeline.functions:slow"
@@ -171,6 +174,8 @@ def test_batches_of_another_node_are_the_same_and_its_loss_loses_nothing(tmp_pat
                 for maker in makers:
                     os.kill(maker.pid, signal.SIGKILL)
         assert feed.stats()["restarts"] >= 1
+        stores = str(memory_summary(stats_only=True))
+        assert int(re.search(r", (\d+) objects", stores)[1]) <= 4, "case E3: what was copied is given back"  # type: ignore[index]
     assert got == expected
     events = store.load_run(tmp_path).events.to_pylist()
     carried = {row["step"] for row in events if row["stage"] == Stage.TRANSFER and row["actor"] == 1}
