@@ -20,6 +20,8 @@ EVERY_S = 2.0
 LOST_S = 15.0
 """A head that has answered no connection for so long is lost. (One that is restarted in that time is not.)"""
 _FAILURES = 3
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""How a connection of gRPC (HTTP/2) begins; the server answers with its settings."""
 
 
 class HeadWatch:
@@ -44,9 +46,20 @@ class HeadWatch:
 
     def _ask(self) -> None:
         host, _, port = self.address.rpartition(":")
+        speaks: bool | None = None
         while not self._stop.is_set():
             try:
-                with socket.create_connection((host.strip("[]"), int(port)), EVERY_S):
+                with socket.create_connection((host.strip("[]"), int(port)), EVERY_S) as line:
+                    if speaks is not False:
+                        # The kernel takes connections for a server that hangs or has half ended: it has to speak.
+                        line.sendall(_HELLO)
+                        try:
+                            spoke = bool(line.recv(1))
+                        except TimeoutError:
+                            spoke = False
+                        if not spoke and speaks:
+                            raise TimeoutError("no word of it within 2 s")
+                        speaks = spoke  # at first: with TLS it may never speak to us, so a connection has to do
                     self._answered_s, self._failures = time.monotonic(), 0
             except OSError as error:
                 self.why = error.strerror or str(error)
