@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from pipeline import autopsy
+from pipeline import autopsy, last_record
 from pipeline.process import Process
 from pipeline.ring import POLL_S, Ring
 from pipeline.spec import FeedSpec
@@ -282,7 +282,7 @@ class Crew:
         pid, _, step, _ = self.ring.worker(member.row)
         status, last, vitals = None, None, member.vitals
         if member.process is not None:
-            last = self.ring.last_record(member.row)
+            last = last_record.last(self.ring, member.row)
             member.process.kill()  # nobody else may write where it could still write
             lost_step = self.ring.reclaim(member.row, member.process)
             step = -1 if lost_step is None else lost_step

@@ -59,9 +59,7 @@ _NEXT_STEP, _STOP_STEP, _RELEASED, _STOP, _POISON, _SPAN_COUNT, _START_STEP, _GI
     layout.header_word,
     ("next_step", "stop_step", "released", "stop", "poison", "span_count", "start_step", "given_end", "given"),
 )
-_HEARTBEAT, _MAKING, _ENDED, _RETIRED, _RECORD, _RECORD_STEP, _KEY = map(
-    layout.worker_word, ("heartbeat_ns", "step", "ended", "retired", "record", "record_step", "key")
-)
+_HEARTBEAT, _MAKING, _ENDED, _RETIRED = map(layout.worker_word, ("heartbeat_ns", "step", "ended", "retired"))
 _STATE, _OWNER, _STEP, _ITEMS, _EPOCH, _REDONE, _CLAIMED, _READY_NS, _HASHES = map(
     layout.slot_word, ("state", "owner", "step", "items", "epoch", "redo", "claimed_ns", "ready_ns", "hashes")
 )
@@ -339,14 +337,6 @@ class Ring:
         wake(self._ready)
         return now
 
-    def begin_record(self, row: int, record: int, key: bytes) -> None:
-        """Say which record comes now, for the case that it is the last one. Takes no lock."""
-        me = layout.worker_at(row)
-        self._words[me + _RECORD], self._words[me + _RECORD_STEP] = record, self._words[me + _MAKING]
-        self._map[8 * (me + _KEY) : 8 * (me + _KEY) + layout.KEY_BYTES] = key[: layout.KEY_BYTES].ljust(
-            layout.KEY_BYTES, b"\0"
-        )
-
     def leave(self, row: int) -> None:
         """Say that this worker ends by itself, and wake the consumer to look at how."""
         self._words[layout.worker_at(row) + _ENDED] = 1
@@ -443,13 +433,6 @@ class Ring:
         for _ in range(MAX_WORKERS):
             if not wake(self._free):
                 break
-
-    def last_record(self, row: int) -> tuple[int, bytes] | None:
-        """(position, beginning of its key) of the record that a worker began last in its step; None: not known."""
-        worker = self._workers[row]
-        if worker["record"] < 0 or worker["record_step"] < 0 or worker["record_step"] != worker["step"]:
-            return None
-        return int(worker["record"]), bytes(worker["key"])
 
     # -- for looking at it -----------------------------------------------------------------------------------
 
