@@ -88,11 +88,11 @@ def job(tmp_path: Path, path: str, cluster: Any) -> Iterator[subprocess.Popen[st
         started.communicate()
 
 
-def workers() -> list[Process]:
-    found = [
-        Process(found.pid) for found in psutil.process_iter(["cmdline"])
-        if "WorkerActor" in " ".join(found.info["cmdline"] or ())
-    ]  # fmt: skip
+def workers(cluster: Any) -> list[Process]:
+    """Those of this cluster's node, and of no other Ray on the machine."""
+    (raylet,) = cluster.head_node.all_processes["raylet"]
+    children = psutil.Process(raylet.process.pid).children(recursive=True)
+    found = [Process(child.pid) for child in children if "WorkerActor" in " ".join(child.cmdline())]
     assert found
     return found
 
@@ -101,7 +101,7 @@ def test_a_job_whose_cluster_loses_its_head_fails_in_time_with_its_last_snapshot
     job: subprocess.Popen[str], cluster: Any
 ) -> None:
     """Ray would end it after 60 s, without a word to anybody."""
-    making = workers()
+    making = workers(cluster)
     (gcs,) = cluster.head_node.all_processes["gcs_server"]
     gcs.process.kill()
     said, errors = job.communicate(timeout=240)
@@ -119,7 +119,7 @@ def test_a_job_whose_cluster_loses_its_head_fails_in_time_with_its_last_snapshot
 def test_a_job_that_ends_leaves_nothing_on_a_cluster_that_it_has_joined_and_the_cluster_as_it_was(
     job: subprocess.Popen[str], cluster: Any, how: signal.Signals
 ) -> None:
-    making = workers()
+    making = workers(cluster)
     job.send_signal(how)
     job.communicate(timeout=240)
     for worker in making:
