@@ -251,21 +251,17 @@ def other_nodes() -> list[dict[str, Any]]:
     return sorted(nodes, key=lambda node: str(node["NodeID"]))
 
 
-def object_store_bytes() -> int:
-    """What the object store of this node holds."""
+def this_node() -> dict[str, Any]:
+    """The node that this process runs on."""
     import ray
 
     here = ray.get_runtime_context().get_node_id()
-    resources = (node["Resources"] for node in ray.nodes() if node["NodeID"] == here)
-    return int(next((found.get("object_store_memory", 0) for found in resources), 0))
+    return next(node for node in ray.nodes() if node["NodeID"] == here)
 
 
 def node_cpus() -> float:
     """CPUs of the node this process runs on, as Ray counts them."""
-    import ray
-
-    here = ray.get_runtime_context().get_node_id()
-    return next((float(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["NodeID"] == here), 0.0)
+    return float(this_node()["Resources"].get("CPU", 0))
 
 
 def _here(num_cpus: float) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from pipeline import autopsy, last_record
 from pipeline.process import Process
 from pipeline.ring import POLL_S, Ring
 from pipeline.spec import FeedSpec
@@ -74,6 +75,7 @@ class _Member:
         self.started_s = time.monotonic()
         self.looked_s = 0.0
         self.process: Process | None = None  # from its entering the ring to its end
+        self.vitals: autopsy.Vitals | None = None  # of the last one
         self.over = False
         self.retired = False
         self.lost_ns = 0  # when the worker was lost that this one replaces
@@ -98,7 +100,7 @@ class Crew:
     ) -> None:
         self.ring, self.spec, self.launcher, self.recorder = ring, spec, launcher, recorder
         self.restarts = 0
-        self._oom_kills = osread.oom_kills()
+        self._kills = autopsy.KillsByGroup()
         self._batch_of = batch_of
         self._errors: dict[int, BaseException] = {}  # by the step that failed, -1: before any step
         self._looked_s = 0.0  # when all were last looked at
@@ -175,6 +177,8 @@ class Crew:
                 self._look(member, 0.0)
             elif member.process is not None and not member.process.alive and not ended:
                 self._lost(member, "died")
+            elif member.vitals is not None:
+                member.vitals.look()
 
     def close(self, patience_s: float = 5.0) -> None:
         """End all workers and wait until their processes are gone. The ring must have been stopped."""
@@ -218,6 +222,8 @@ class Crew:
             if not process.alive:
                 self._lost(member, "died")
                 return
+            if member.vitals is not None:
+                member.vitals.look()
             silent_s = (time.monotonic_ns() - heartbeat_ns) / 1e9
             if min(waited_s, silent_s) > self.spec.stall_timeout_s:
                 # Its own waiting is counted too: after a pause of the whole job everybody looks silent at first.
@@ -238,6 +244,7 @@ class Crew:
         if member.process is not None or not pid or member.over:
             return
         member.process = Process(pid)
+        member.vitals = self._kills.vitals(pid if member.process.alive else None)
         if member.process.alive:
             self._deaths.register(member.process.fileno(), select.POLLIN)
         if member.lost_ns:
@@ -273,8 +280,9 @@ class Crew:
     def _lost(self, member: _Member, how: str, text: str = "") -> None:
         lost_ns = time.monotonic_ns()
         pid, _, step, _ = self.ring.worker(member.row)
-        status = None
+        status, last, vitals = None, None, member.vitals
         if member.process is not None:
+            last = last_record.last(self.ring, member.row)
             member.process.kill()  # nobody else may write where it could still write
             lost_step = self.ring.reclaim(member.row, member.process)
             step = -1 if lost_step is None else lost_step
@@ -288,38 +296,34 @@ class Crew:
             if step < 0:
                 return  # it held nothing
         status = status or text or "unknown"
-        batch, meaning = self._batch_of(step) if step >= 0 else {}, self._meaning(status, how)
+        vitals = vitals or self._kills.vitals(None)
+        meaning, figures = vitals.meaning(status, how), vitals.figures()
+        batch = self._batch_of(step) if step >= 0 else {}
+        if last is not None:
+            batch |= {"record": last[0], "key": last[1].decode(errors="backslashreplace")}
         self.recorder.note(
             "worker_lost", worker=member.row + 1, actor=self.spec.first_actor + member.row, pid=pid, lost_pid=pid,
             how=how, exit=status, meaning=meaning, step=step, available_mib=osread.available_memory() >> 20, **batch,
+            **figures,
         )  # fmt: skip
         if member.retired:
             return  # nobody takes its place
         self.restarts += 1
         if self.restarts > self.spec.max_restarts:
+            from profiler.findings import lost_figures
+
             member.over = True
             raise FeedError(
                 f"worker {member.row + 1} of the feed (process {pid}) was lost"
                 + (f" while it made step {step} ({batch})" if step >= 0 else ""),
                 expected=f"at most {self.spec.max_restarts} lost workers (feed.max_restarts)",
-                found=f"{self.restarts}; this one {how}: {status}" + (f" ({meaning})" if meaning else ""),
-                hint=_hint(meaning or status),
+                found=f"{self.restarts}; this one {how}: {status}"
+                + (f" ({meaning})" if meaning else "")
+                + (f"; when last seen it had {said}" if (said := lost_figures(figures)) else ""),
+                hint=autopsy.hint(meaning or status),
             )
         member.job = self.launcher.launch(member.row)
         member.started_s, member.lost_ns = time.monotonic(), lost_ns
-
-    def _meaning(self, status: str, how: str) -> str | None:
-        """What an exit status most likely stands for; None where it says nothing."""
-        before, self._oom_kills = self._oom_kills, osread.oom_kills()
-        if "SIGKILL" not in status and status != "unknown":
-            return next((text for name, text in _MEANINGS.items() if name in status), None)
-        if how != "died":
-            return None  # it was killed here
-        if isinstance(before, int) and isinstance(self._oom_kills, int):
-            if self._oom_kills > before:
-                return _OUT_OF_MEMORY
-            return "killed by someone: the kernel has killed nothing here for memory" if status == "SIGKILL" else None
-        return "killed by someone, or by the kernel for memory" if status == "SIGKILL" else None
 
     def _not_started(self, member: _Member) -> None:
         pending = [other for other in self._members if other.process is None and not other.over]
@@ -355,27 +359,9 @@ class Crew:
         )  # fmt: skip
 
     def _forget(self, member: _Member) -> None:
+        member.vitals = None
         if member.process is not None:
             with contextlib.suppress(KeyError, ValueError):  # it was dead when we met it, or gone: then it is -1
                 self._deaths.unregister(member.process.fileno())
             member.process.close()
             member.process = None
-
-
-_OUT_OF_MEMORY = "killed by the kernel: out of memory"
-_MEANINGS = {
-    "SIGBUS": "a mapped file shrank or is truncated",
-    "SIGSEGV": "a crash in native code",
-}
-_HINTS = {
-    "mapped file": "let whatever copies or writes the database finish, then python -m datasets.verify",
-    "out of memory": "fewer feed.workers, a smaller feed.depth or data.train.batch, or more memory for this container",
-    "native code": "run with --feed.engine inline under python -X faulthandler",
-    "killed by someone": "what ends processes here: a person, a scheduler's limit, ray stop? "
-    "The system's log (dmesg, journalctl) may know",
-}
-
-
-def _hint(meaning: str) -> str:
-    inline = "run with --feed.engine inline to see the failure in this process"
-    return next((text for name, text in _HINTS.items() if name in meaning), inline)

@@ -325,13 +325,12 @@ class RayEngine(CrewEngine):
     """Workers are Ray actors on this node. Starts a Ray of its own where none is up, and stops that one again."""
 
     def __init__(self, spec: FeedSpec, probed: Probe, recorder: Recorder) -> None:
-        from pipeline import actors, placement, ray_runtime
+        from pipeline import actors, elsewhere, placement, ray_runtime
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(ray_runtime.running())
             plan = placement.plan(spec, actors.node_cpus(), owner=spec.topology == "split")
-            others = [float(node["Resources"].get("CPU", 0)) for node in actors.other_nodes()]
-            placement.check_remote(spec, others, probed.layout.nbytes, actors.object_store_bytes())
+            elsewhere.prepare(spec, probed, recorder, stack)
             super().__init__(
                 spec, probed, recorder, lambda address: actors.RayLauncher(spec, probed, address, plan),
                 plan.carriers + plan.workers, plan.carriers + plan.most,

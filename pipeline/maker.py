@@ -15,7 +15,7 @@ COLLATE   labels, ids and epochs into the slot, and the hashes of the batch
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -101,6 +101,7 @@ class BatchMaker:
         self.transform = Transform(spec.transform, spec.seed, spec.phase_number)
         self.transform.fit(probed.record_shape, probed.first)
         self._stops = spec.on_bad_record == "stop"
+        self.begin: Callable[[Any], None] = lambda record: None  # told of each record outside compiled calls
         self._fitted = sizes.Fitted(spec, probed.layout.room) if probed.layout.room else None
         self._resized = ResizedCrop.of(spec, self.transform)
         self._jpeg = JpegCrop.of(spec, probed, self.transform)
@@ -271,6 +272,7 @@ class BatchMaker:
                     if i in blank or image is None:
                         continue
                     span.nbytes += image.nbytes
+                    self.begin(record)
                     image, labels[i] = transform.function.on_image(image, labels[i], epochs[i], record.index, record)
                     transform.check(image.shape, record)
                     images[i] = image
@@ -310,6 +312,7 @@ class BatchMaker:
         """
         if isinstance(record, StallscopeError):
             raise record
+        self.begin(record)
         transform = self.spec.transform
         label = None
         if self._resized is not None and self.transform.function is None:

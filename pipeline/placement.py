@@ -11,7 +11,10 @@ TRAINER_CPUS = 0.25
 """The trainer is no actor and reserves nothing with Ray; this share is kept free for it."""
 OWNER_CPUS = CARRIER_CPUS = 0.1
 _PARCELS = 2
-"""Batches of each remote worker that the object store of the trainer's node has to have room for."""
+"""Batches of each remote worker that the object stores at both ends have to have room for: one that travels, and one
+that has arrived and is not forgotten yet."""
+STORE_SHARE = 0.8
+"""Of an object store: Ray begins to write objects to disk when it is fuller (its object_spilling_threshold)."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,24 @@ def plan(spec: FeedSpec, node_cpus: float, *, owner: bool) -> Plan:
     return result
 
 
-def check_remote(spec: FeedSpec, cpus: list[float], slot_bytes: int, store_bytes: int) -> None:
+@dataclass(frozen=True)
+class Node:
+    """Another node of the cluster: its name for messages, CPUs, and bytes of its object store."""
+
+    name: str
+    cpus: float
+    store_bytes: int
+
+
+def check_remote(spec: FeedSpec, nodes: list[Node], slot_bytes: int, store_bytes: int) -> None:
     """Refuse remote workers that would wait for ever: for a node, for CPUs, or for room in the object store.
 
-    cpus: of each other node. slot_bytes: of a batch. store_bytes: of the object store of the trainer's node.
+    nodes: the others. slot_bytes: of a batch. store_bytes: of the object store of the trainer's node.
     """
     wanted = spec.remote_workers
     if not wanted:
         return
+    cpus = [node.cpus for node in nodes]
     room = sum(int(count / spec.worker_cpus + 1e-9) for count in cpus)
     if room < wanted:
         raise FeedError(
@@ -80,11 +93,18 @@ def check_remote(spec: FeedSpec, cpus: list[float], slot_bytes: int, store_bytes
             + (f" with {', '.join(f'{count:g}' for count in cpus)} CPUs" if cpus else ""),
             hint=f"feed.remote_workers: {room}" if room else "join a cluster of several nodes with --address auto",
         )
-    need = wanted * _PARCELS * slot_bytes
-    if need > store_bytes:
+    _check_store("the trainer's node", wanted, slot_bytes, store_bytes)
+    for row, node in enumerate(nodes):  # workers go to the nodes in turn
+        _check_store(node.name, len(range(row, wanted, len(nodes))), slot_bytes, node.store_bytes)
+
+
+def _check_store(where: str, workers: int, slot_bytes: int, store_bytes: int) -> None:
+    need = workers * _PARCELS * slot_bytes
+    if need > STORE_SHARE * store_bytes:
         raise FeedError(
-            "batches of remote workers do not fit into Ray's object store of the trainer's node",
-            expected=f"{wanted} workers x {_PARCELS} batches x {slot_bytes} bytes = {need} bytes",
+            f"batches of remote workers do not fit into Ray's object store of {where}: it would write them to disk",
+            expected=f"{workers} workers x {_PARCELS} batches x {slot_bytes} bytes = {need} bytes, "
+            f"at most {100 * STORE_SHARE:.0f} % of the store",
             found=f"{store_bytes} bytes",
             hint="fewer feed.remote_workers, a smaller batch, or ray start --object-store-memory",
         )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from pipeline import ray_head
 from pipeline.crew import FeedError
 from pipeline.process import Process
 from pipeline.watchdog import watching
@@ -54,12 +55,10 @@ def running(config: Config | None = None, address: str | None = None, num_cpus: 
         os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing")
     import ray
 
-    if ray.is_initialized():
-        if not _ours.contexts:
-            yield  # somebody else's
-            return
-    else:
+    if not ray.is_initialized():
         _start(address, num_cpus)
+    elif not _ours.contexts:
+        _watch_cluster()  # somebody else's: left as it is
     _ours.contexts += 1
     try:
         yield
@@ -75,6 +74,7 @@ class _Ours:
     contexts = 0
     ending = contextlib.ExitStack()
     servers: tuple[tuple[str, Process], ...] = ()  # without one of these Ray can neither start nor end anything
+    head: ray_head.HeadWatch | None = None  # of a cluster
 
 
 _ours = _Ours()
@@ -99,13 +99,28 @@ def _start(address: str | None, num_cpus: int | None) -> None:
     started = [] if address else sorted(_descendants() - before)
     with contextlib.ExitStack() as failed:
         failed.callback(ray.shutdown)
-        _ours.servers = tuple(_servers(started))
-        for _, server in _ours.servers:
-            _ours.ending.callback(server.close)
         if started:
+            _watch(tuple(_servers(started)))
             _ours.ending.enter_context(watching(started))
+        else:
+            _watch_cluster()
         failed.pop_all()
     _ours.ending.callback(ray.shutdown)  # ends what ray.init started; from a joined cluster it only disconnects
+
+
+def _watch(servers: tuple[tuple[str, Process], ...], head: ray_head.HeadWatch | None = None) -> None:
+    _ours.servers, _ours.head = servers, head
+    for _, server in servers:
+        _ours.ending.callback(server.close)
+    if head is not None:
+        _ours.ending.callback(head.close)
+
+
+def _watch_cluster() -> None:
+    """Watch the head of a cluster that somebody else runs, and its node on this machine."""
+    _ours.ending.close()
+    head, raylet = ray_head.connected()
+    _watch((("raylet", raylet),) if raylet is not None else (), head)
 
 
 def _servers(pids: Sequence[int]) -> Iterator[tuple[str, Process]]:
@@ -117,11 +132,21 @@ def _servers(pids: Sequence[int]) -> Iterator[tuple[str, Process]]:
 
 
 def check() -> None:
-    """Raise :class:`FeedError` where a server of a Ray of our own has died. Costs microseconds.
+    """Raise :class:`RayLost` where a server of Ray's that this process depends on has died. Costs microseconds.
 
     Ray itself says so late or not at all: without its raylet new workers wait for ever, and a minute after the end of
-    its gcs_server it ends this process at once, without a report.
+    its gcs_server it ends this process at once, without a report. The head of a cluster is given up after
+    :data:`pipeline.ray_head.LOST_S` without an answer.
     """
+    head = _ours.head
+    if head is not None and _ours.contexts and head.lost:
+        raise RayLost(
+            f"cluster head lost: Ray's head at {head.address} answers no more",
+            expected=f"an answer within {ray_head.LOST_S:g} s",
+            found=head.why or "none",
+            hint="start the cluster anew (ray start --head), then the job: it goes on from its last snapshot with "
+            "run.if_exists: resume",
+        )
     for name, server in _ours.servers if _ours.contexts else ():
         if not server.alive:
             raise RayLost(
@@ -133,7 +158,7 @@ def check() -> None:
 
 
 class RayLost(FeedError):
-    """A Ray of our own has died."""
+    """A Ray of our own, or the cluster, has died."""
 
 
 def _descendants() -> set[int]:

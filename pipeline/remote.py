@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pipeline.maker import BatchMaker, LocalReader, Made, Probe, Slot
 from pipeline.spec import FeedSpec
+from pipeline.spill import store_full
 from pipeline.worker import open_data
 from profiler.errors import StallscopeError
 from profiler.events import Kind, Stage
@@ -134,6 +135,12 @@ class Carried:
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, StallscopeError):  # what is wrong with the data, and not Ray's wrapping of it
                 raise error.cause from None
+            if full := store_full(error, "from another node to the trainer's"):
+                raise full from None
+            raise
+        except ray.exceptions.RayError as error:
+            if full := store_full(error, "from another node to the trainer's"):
+                raise full from None
             raise
 
 

@@ -279,7 +279,7 @@ class Ring:
         with self.lock:
             if self._workers[row]["pid"]:
                 raise RingError(f"row {row} of the ring belongs to process {self._workers[row]['pid']}")
-            self._workers[row] = (os.getpid(), time.monotonic_ns(), -1, 0, self._workers[row]["retired"])
+            self._workers[row] = (os.getpid(), time.monotonic_ns(), -1, 0, self._workers[row]["retired"], -1, -1, b"")
 
     def claim(self, row: int) -> Claim | Blocked:
         """The next step to make and its slot, now FILLING; or why there is none. A lost worker's steps come first."""
@@ -419,7 +419,7 @@ class Ring:
                 self._slots["redo"][slot] += 1
                 self._slots["owner"][slot] = -1
                 self._slots["state"][slot] = State.REDO
-            self._workers[row] = (0, 0, -1, 0, 0)
+            self._workers[row] = (0, 0, -1, 0, 0, -1, -1, b"")
         wake(self._free)
         return lost
 

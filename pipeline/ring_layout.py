@@ -9,6 +9,7 @@ import numpy as np
 VERSION = 3
 MAX_WORKERS = 256
 MAX_SPANS = 16
+KEY_BYTES = 56
 NO_STOP = 2**63 - 1
 GIVEN_STEPS = 64 * 256
 """Steps from the first one on of which a ring knows whether they were given out before it was made."""
@@ -45,6 +46,9 @@ WORKER = np.dtype(
         ("step", "i8"),  # being made, -1 for none
         ("ended", "i8"),  # 1: left its loop by itself (done, told to stop, or with an error)
         ("retired", "i8"),  # 1: ends when it looks for work
+        ("record", "i8"),  # the record that it began last
+        ("record_step", "i8"),  # while it made this step
+        ("key", f"S{KEY_BYTES}"),  # its key, or the beginning of it
     ]
 )
 SLOT = np.dtype(

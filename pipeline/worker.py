@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipeline import last_record
 from pipeline.maker import BatchMaker, LocalReader, Made, Probe, Reader, Slot
 from pipeline.process import Process
 from pipeline.remarks import noted
@@ -64,6 +65,7 @@ def work(
             else:
                 assert reader is not None
                 maker = BatchMaker(spec, probed, reader, recorder)
+                maker.begin = lambda record: last_record.begin(ring, row, record.index, record.key)
             maker.warm_up()
             slots = [probed.layout.views(ring.payload(index)) for index in range(ring.capacity)]
         ring.enter(row)

@@ -40,6 +40,7 @@ WHY_TEXT = {
     "backpressure": "no free slot: workers could not work ahead",
     "scheduling": "the work was there, but the process that should go on noticed late",
     "fault": "a worker was lost and its batch had to be made again",
+    "spill": "Ray's object store was full, and Ray wrote objects to disk",
 }
 _UNKNOWN = "look at the lanes of the HTML report: it lies between the recorded stages"
 _UNSEEN = "its processes are not seen per batch"
@@ -185,6 +186,13 @@ def remedy(key: Key, parts: list[Model], timeline: Timeline, found: dict[str, An
         return "one-off: it weighs less the longer the run; nothing to change unless runs are very short"
     if setting.loop:
         return _for_loop(key, found)
+    if why == "spill":
+        mib = found.get("spilled_mib")
+        return (
+            "give Ray's object store more room (ray start --object-store-memory), or fill it less: fewer "
+            "feed.remote_workers, a smaller data.train.batch, feed.pixels: uint8; ray memory shows what lies in it"
+            + (f" ({mib:,} MiB were written to disk)" if mib else "")
+        )
     if why == "fault":
         return "find out what ended the worker (see the faults); feed.max_restarts bounds how often one is replaced"
     if why == "backpressure":
@@ -220,6 +228,8 @@ def _records(found: dict[str, Any]) -> str:
 def _for_loop(key: Key, found: dict[str, Any]) -> str:
     """Advice for a loop that profiler.watch looked at: it has no configuration of ours."""
     where, why, side = key
+    if why == "spill":
+        return "give Ray's object store more room (ray start --object-store-memory), or keep fewer objects in it"
     if side == "loop" and where == "unknown":
         return "record spans in the loop's body (recorder.span), or name what it is: profiler.watch(..., body=...)"
     if why == "straggler":

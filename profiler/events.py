@@ -60,6 +60,7 @@ class Stage(IntEnum):
     RESTART = 61  # a worker was lost and replaced; the note says why
     READY = 62  # mark: a batch became ready in its slot
     RELEASE = 63  # mark: a slot was given back
+    SPILL = 70  # Ray wrote objects to disk (bytes) and read some back (items: bytes), as seen once a second
     # training in float16, as marks; the note of the same step says why
     LOSS_SCALE = 64  # the loss scale changed; items: how often 2^-16 must be doubled to give the new one
     SKIPPED = 65  # a step whose loss or gradients were not finite was not applied
@@ -89,7 +90,7 @@ WHERE = (
     "storage", "read", "decode", "augment", "function", "collate", "transfer", "h2d", "compute", "sync",
     "cpu_contention", "gc", "alloc", "host", "checkpoint", "unknown",
 )  # fmt: skip
-WHY = ("throughput", "straggler", "cold_start", "backpressure", "scheduling", "fault")
+WHY = ("throughput", "straggler", "cold_start", "backpressure", "scheduling", "fault", "spill")
 
 
 class Flag(IntEnum):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,10 @@ _LOST = "worker_lost"
 _SILENT = "worker_silent"
 _BAD = ("bad_record", "bad_records")
 _WARNED = ("data_warning", "loss_saturated", "pinning_warning")
+_SPILLED = "objects_spilled"
 _CHECKED = "checksums"
 _ORDER = "emission"
-_QUIET = ("closed", "gc_short", "layer", _CHECKED, _ORDER, *_WARNED, *_BAD, *rounding.NOTES)
+_QUIET = ("closed", "gc_short", "layer", _CHECKED, _ORDER, _SPILLED, *_WARNED, *_BAD, *rounding.NOTES)
 _SELF = ("note", "t_ns", "wall_ns", "process", "name", "role", "actor", "pid")
 _MANY = 20
 
@@ -29,6 +30,21 @@ _MANY = 20
 def lost_steps(notes: Iterable[dict[str, Any]]) -> set[int]:
     """Steps that a lost worker was making."""
     return {int(note["step"]) for note in notes if note.get("note") == _LOST and isinstance(note.get("step"), int)}
+
+
+def lost_figures(note: Mapping[str, Any]) -> str:
+    """What memory a lost worker and its control group had, in words; empty where nothing is known."""
+    said = []
+    if "rss_mib" in note:
+        own, before = note.get("own_mib"), note.get("seen_s_before")
+        said.append(f"{note['rss_mib']} MiB resident, {own} of them its own ({before} s before)")
+    if "group_used_mib" in note:
+        of = f" of {note['group_limit_mib']}" if "group_limit_mib" in note else ""
+        cache = f", {note['group_cache_mib']} of them page cache" if "group_cache_mib" in note else ""
+        said.append(f"its control group {note['group_used_mib']}{of} MiB{cache}")
+    if "oom_kills" in note:
+        said.append(f"processes killed for memory there so far: {note['oom_kills']}")
+    return "; ".join(said)
 
 
 def fault_counts(notes: Iterable[dict[str, Any]]) -> dict[str, int]:
@@ -73,8 +89,8 @@ def collect(run: Run, events: np.ndarray, timeline: Timeline, attribution: Attri
     """All findings of a run, the gravest first. ``events``: EVENT[n] of all processes."""
     found = [
         *_end(run, timeline), *_faults(run, events), *_silent(run), *_order(run, timeline), *_bad_records(run),
-        *_warnings(run), *_checksums(run), *_growth(run), *rounding.findings(run.notes), *_notes(run),
-        *_record(run, timeline, attribution),
+        *_warnings(run), *_spilled(run, events), *_checksums(run), *_growth(run), *rounding.findings(run.notes),
+        *_notes(run), *_record(run, timeline, attribution),
     ]  # fmt: skip
     rank = {"fault": 0, "warning": 1, "info": 2}
     return tuple(sorted(found, key=lambda finding: rank[finding.level]))
@@ -116,6 +132,10 @@ def _faults(run: Run, events: np.ndarray) -> list[Finding]:
             text += f" while it made the batch of step {step}"
         how = [str(note[key]) for key in ("how", "exit", "meaning", "signal") if note.get(key)]
         text += f" ({', '.join(how)})" if how else ""
+        if note.get("record") is not None:
+            text += f"; it was at record {note['record']} (key {note.get('key')!r})"
+        if said := lost_figures(note):
+            text += f"; when last seen it had {said}"
         moment = int(note.get("t_ns") or 0)
         back = restarts[(restarts["t0_ns"] <= moment) & (restarts["t1_ns"] >= moment)]
         if len(back):
@@ -192,6 +212,21 @@ def _warnings(run: Run) -> list[Finding]:
         Finding(str(note["note"]), "warning", text, step if isinstance(step, int) else None)
         for text, note, step in steps
     ][:_MANY]
+
+
+def _spilled(run: Run, events: np.ndarray) -> list[Finding]:
+    """That Ray wrote objects to disk, whether steps waited for it or not."""
+    nodes = {str(note.get("node")): note.get("store_mib") for note in run.notes if note.get("note") == _SPILLED}
+    seen = events[(events["stage"] == Stage.SPILL) & (events["kind"] == Kind.SPAN)]
+    if not nodes or not len(seen):
+        return []
+    where = ", ".join(f"{node} ({mib} MiB)" for node, mib in sorted(nodes.items()))
+    text = (
+        f"Ray's object store was full on {where}: {int(seen['bytes'].sum()) >> 20:,} MiB of objects were written to "
+        f"disk and {int(seen['items'].sum()) >> 20:,} MiB read back. Batches of remote workers wait meanwhile. A "
+        "larger store (ray start --object-store-memory) or fewer objects in it (ray memory shows them) end that."
+    )
+    return [Finding(_SPILLED, "warning", text)]
 
 
 def _checksums(run: Run) -> list[Finding]:

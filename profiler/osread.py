@@ -71,10 +71,14 @@ class Throttling:
 
 @dataclass(frozen=True)
 class CgroupMemory:
-    """Memory of the control group in bytes; ``limit`` is None where there is none."""
+    """Memory of the control group in bytes; ``limit`` is None where there is none.
+
+    ``cache``: page cache in ``used``, which the kernel gives up when memory is asked for; None: not told.
+    """
 
     used: int
     limit: int | None
+    cache: int | None = None
 
 
 @dataclass(frozen=True)
@@ -203,47 +207,75 @@ def cgroup_throttling() -> Throttling | Missing:
     return Missing("no cpu.stat with throttling in the process's control group")
 
 
+class MemoryGroup:
+    """The control group (v2 or v1) that bounds the memory of a process: the calling one, or ``pid``, while it lives.
+
+    It can be asked after the process has ended.
+    """
+
+    def __init__(self, pid: int | None = None) -> None:
+        whose = () if pid is None else (pid,)
+        self.folders = (_cgroup("", *whose), _cgroup("memory", *whose))
+
+    def memory(self) -> CgroupMemory | Missing:
+        """Memory used and allowed, limits of groups around it left out."""
+        for folder, names in zip(self.folders, _MEMORY_FILES, strict=True):
+            used, limit = _read(folder / names[0]), _read(folder / names[1])
+            if isinstance(used, str) and used.strip().isdigit():
+                bound = int(limit) if isinstance(limit, str) and limit.strip().isdigit() else None
+                cache = _cache(folder, names[2])
+                return CgroupMemory(int(used), None if bound is None or bound >= _UNLIMITED else bound, cache)
+        return Missing("no memory figures in the process's control group")
+
+    def room(self) -> int | None:
+        """Bytes that it, and those around it, leave; page cache counts as free. None where nothing bounds them."""
+        rooms = []
+        for folder, (used_name, limit_name, prefix) in zip(self.folders, _MEMORY_FILES, strict=True):
+            for group in _and_around(folder):
+                used, limit = _read(group / used_name), _read(group / limit_name)
+                if isinstance(used, str) and isinstance(limit, str) and limit.strip().isdigit():
+                    rooms.append(int(limit) - int(used) + (_cache(group, prefix) or 0))
+        return min(rooms, default=None)
+
+    def oom_kills(self) -> int | Missing:
+        """Processes in it that the kernel has killed for memory so far; of the machine where no group counts them."""
+        for path in (
+            self.folders[0] / "memory.events", self.folders[1] / "memory.oom_control", Path("/proc/vmstat"),
+        ):  # fmt: skip
+            text = _read(path)
+            if isinstance(text, str):
+                fields = dict(line.split() for line in text.splitlines())
+                if "oom_kill" in fields:
+                    return int(fields["oom_kill"])
+        return Missing("no count of processes killed for memory in the process's control group")
+
+
+_MEMORY_FILES = (
+    ("memory.current", "memory.max", ""),
+    ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_"),
+)
+"""Of v2 and v1: bytes used, the limit, and what stands before the names in memory.stat that count the whole group."""
+
+
+def _cache(group: Path, prefix: str) -> int | None:
+    """Page cache of a control group, also what was read more than once; None: not told."""
+    text = _read(group / "memory.stat")
+    fields = dict(line.split() for line in text.splitlines()) if isinstance(text, str) else {}
+    found = [fields.get(f"{prefix}{state}_file") for state in ("inactive", "active")]
+    return None if found == [None, None] else sum(int(size or 0) for size in found)
+
+
 def cgroup_memory() -> CgroupMemory | Missing:
     """Memory used and allowed in the process's control group (cgroup v2 or v1)."""
-    for folder, used_name, limit_name in (
-        (_cgroup(""), "memory.current", "memory.max"),
-        (_cgroup("memory"), "memory.usage_in_bytes", "memory.limit_in_bytes"),
-    ):
-        used, limit = _read(folder / used_name), _read(folder / limit_name)
-        if isinstance(used, str) and used.strip().isdigit():
-            bound = int(limit) if isinstance(limit, str) and limit.strip().isdigit() else None
-            return CgroupMemory(int(used), None if bound is None or bound >= _UNLIMITED else bound)
-    return Missing("no memory figures in the process's control group")
+    return MemoryGroup().memory()
 
 
 def available_memory() -> int:
     """Bytes that can be taken now: of the machine, or of a control group (or one around it) where that is less."""
     import psutil
 
-    room: int = psutil.virtual_memory().available
-    for folder, used_name, limit_name, prefix in (
-        (_cgroup(""), "memory.current", "memory.max", ""),
-        (_cgroup("memory"), "memory.usage_in_bytes", "memory.limit_in_bytes", "total_"),
-    ):
-        for group in _and_around(folder):
-            used, limit, text = (_read(group / name) for name in (used_name, limit_name, "memory.stat"))
-            if isinstance(used, str) and isinstance(limit, str) and limit.strip().isdigit():
-                fields = dict(line.split() for line in text.splitlines()) if isinstance(text, str) else {}
-                # Page cache is given up when needed, also what was read more than once.
-                cache = sum(int(fields.get(f"{prefix}{state}_file", 0)) for state in ("inactive", "active"))
-                room = min(room, int(limit) - int(used) + cache)
-    return max(0, room)
-
-
-def oom_kills() -> int | Missing:
-    """Processes of the control group that the kernel has killed for memory so far (cgroup v2 or v1)."""
-    for folder, name in ((_cgroup(""), "memory.events"), (_cgroup("memory"), "memory.oom_control")):
-        text = _read(folder / name)
-        if isinstance(text, str):
-            fields = dict(line.split() for line in text.splitlines())
-            if "oom_kill" in fields:
-                return int(fields["oom_kill"])
-    return Missing("no count of processes killed for memory in the process's control group")
+    room, bound = int(psutil.virtual_memory().available), MemoryGroup().room()
+    return max(0, room if bound is None else min(room, bound))
 
 
 def cgroup_cpus() -> float | Missing | None:
@@ -381,10 +413,10 @@ def clock_pair() -> tuple[int, int]:
     return best[1], best[2]
 
 
-def _cgroup(controller: str) -> Path:
-    """Folder of the process's control group: of a v1 controller, or of v2 with an empty name."""
+def _cgroup(controller: str, pid: int | None = None) -> Path:
+    """Folder of a process's control group: of a v1 controller, or of v2 with an empty name."""
     root = Path("/sys/fs/cgroup")
-    text = _read(Path("/proc/self/cgroup"))
+    text = _read(Path("/proc") / ("self" if pid is None else str(pid)) / "cgroup")
     for line in text.splitlines() if isinstance(text, str) else ():
         _, names, path = line.split(":", 2)
         if controller in names.split(","):

@@ -255,6 +255,7 @@ _REASONS = {
     "scheduling": "; hand-offs were noticed late",
     "fault": "",
     "cold_start": "; the feed was starting up",
+    "spill": "; Ray wrote objects to disk",
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from profiler import advice
+from profiler import advice, spills
 from profiler.finding import NO_STALL, StallCause
 from profiler.replay import Variants, recorded, removed_alone, replay, subsets
 from profiler.services import CAUSE, CAUSES, FEED_CAUSES, PLACE, SIDE, Batches, Model, batches, models
@@ -97,7 +97,8 @@ def attribute(
     blame = _normalise(blame, stall, cold, keep_cold or keep_steady, keep_steady)
     why = _why(timeline, parts, made, blame)
     gains = {name: max(0.0, float(alone[0] - total)) / 1e9 for name, total in zip(players, alone[1:], strict=True)}
-    causes = _causes(timeline, parts, made, blame, why, gains, setting or advice.Setting())
+    spilled = spills.look(events, timeline, parts, made)
+    causes = _causes(timeline, parts, made, blame, why, gains, setting or advice.Setting(), spilled)
     return Attribution(
         stall_s=float(blame.sum()) / 1e9, causes=causes,
         fix_together=_together(totals, groups, float(blame.sum()), float(measured)),
@@ -219,7 +220,7 @@ def _why(timeline: Timeline, parts: list[Model], made: Batches, blame: np.ndarra
 
 def _causes(
     timeline: Timeline, parts: list[Model], made: Batches, blame: np.ndarray, why: dict[str, np.ndarray],
-    gains: dict[str, float], setting: advice.Setting,
+    gains: dict[str, float], setting: advice.Setting, spilled: spills.Spilled,
 ) -> tuple[StallCause, ...]:  # fmt: skip
     total = blame.sum()
     if total <= 0:
@@ -249,10 +250,15 @@ def _causes(
             put("cpu_contention" if contended else "unknown", "scheduling", np.where(cold, 0, column), alone)
             put("unknown", "cold_start", np.where(cold, column, 0), 0.0)
         elif name in _FOLLOW_FEED:
+            whole = column.sum()
+            if name == "transfer":
+                piece = np.minimum(column, spilled.extra_ns)
+                put(name, "spill", piece, alone * piece.sum() / whole)
+                column = column - piece
             for reason, fraction in why.items():
                 piece = column * fraction
                 if piece.sum() > 0:
-                    put(name, reason, piece, alone * piece.sum() / column.sum())
+                    put(name, reason, piece, alone * piece.sum() / whole)
         else:  # the trainer's own thread: no worker had a hand in it
             cold, where = timeline.first, PLACE.get(name, name)
             put(where, "throughput", np.where(cold, 0, column), alone * column[~cold].sum() / column.sum())
@@ -265,6 +271,8 @@ def _causes(
         if seconds <= 0:
             continue
         evidence = advice.evidence(key, column, timeline, parts, made, setting)
+        if key.why == "spill":
+            evidence |= spilled.evidence
         result.append(
             StallCause(
                 where=key.where, why=key.why, side=key.side, seconds=seconds, share=float(column.sum() / total),

@@ -17,7 +17,7 @@ from profiler.events import EVENT, PART_OF_STAGE, PARTITION, Flag, Kind, Stage
 PART = {name: index for index, name in enumerate(PARTITION)}
 NO_PART = -1
 _DEVICE_STAGES = (Stage.COPY, Stage.DEVICE)
-_LIFE_STAGES = (Stage.START, Stage.RESTART, Stage.READY, Stage.RELEASE, Stage.ORDER)
+_LIFE_STAGES = (Stage.START, Stage.RESTART, Stage.READY, Stage.RELEASE, Stage.ORDER, Stage.SPILL)
 
 
 @dataclass(frozen=True)
@@ -243,8 +243,8 @@ def build(source: Any) -> Timeline:
 
     wait_t0, wait_t1 = _waits(tree, row, part, steps)
     device = events[(events["stage"] == Stage.DEVICE) & is_span(events) & (events["flags"] & Flag.TEST_PHASE == 0)]
-    busy = _busy(device)
-    device_ns = np.array([_overlap(busy, a, b) for a, b in zip(steps["t0_ns"], steps["t1_ns"], strict=True)], np.int64)
+    busy = union(device)
+    device_ns = np.array([overlap(busy, a, b) for a, b in zip(steps["t0_ns"], steps["t1_ns"], strict=True)], np.int64)
     if len(device):
         wait_t0 = _charge_device(tree, row, part, busy, parts, wait_t0, wait_t1)
     segment = np.cumsum(_starts(steps)) - 1
@@ -392,7 +392,7 @@ def _first_since(events: np.ndarray, steps: np.ndarray, since_ns: np.ndarray) ->
     )
 
 
-def _busy(spans: np.ndarray) -> np.ndarray:
+def union(spans: np.ndarray) -> np.ndarray:
     """int64[m, 2]: the union of the spans as disjoint intervals in order of time."""
     merged: list[list[int]] = []
     for begin, end in zip(spans["t0_ns"].tolist(), spans["t1_ns"].tolist(), strict=True):
@@ -403,7 +403,7 @@ def _busy(spans: np.ndarray) -> np.ndarray:
     return np.asarray(merged, np.int64).reshape(-1, 2)
 
 
-def _overlap(busy: np.ndarray, begin: int, end: int) -> int:
+def overlap(busy: np.ndarray, begin: int, end: int) -> int:
     lo = np.searchsorted(busy[:, 1], begin, side="right")
     hi = np.searchsorted(busy[:, 0], end, side="left")
     piece = busy[lo:hi]
@@ -420,13 +420,13 @@ def _charge_device(
     """
     begin = wait_t0.copy()
     for r in np.flatnonzero(wait_t1 > wait_t0):
-        hidden = min(_overlap(busy, int(wait_t0[r]), int(wait_t1[r])), int(parts[r, PART["feed_wait"]]))
+        hidden = min(overlap(busy, int(wait_t0[r]), int(wait_t1[r])), int(parts[r, PART["feed_wait"]]))
         parts[r, PART["feed_wait"]] -= hidden
         parts[r, PART["compute"]] += hidden
         begin[r] += hidden
     copies = (part == PART["h2d"]) & (row >= 0)
     for i in np.flatnonzero(copies):
-        hidden = min(_overlap(busy, int(tree.events["t0_ns"][i]), int(tree.events["t1_ns"][i])), int(tree.own_ns[i]))
+        hidden = min(overlap(busy, int(tree.events["t0_ns"][i]), int(tree.events["t1_ns"][i])), int(tree.own_ns[i]))
         parts[row[i], PART["h2d"]] -= hidden
         parts[row[i], PART["compute"]] += hidden
     return begin

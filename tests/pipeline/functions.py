@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -108,6 +110,20 @@ def hogs(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.nd
         blocks = []
         while True:
             blocks.append(np.ones(8 << 20, np.uint8))
+    return image, label
+
+
+DEATHS = (signal.SIGBUS, signal.SIGSEGV, signal.SIGKILL)
+
+
+def dies_thrice(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+    """The first three worker processes that meet label 4 die of one signal after the other."""
+    if multiprocessing.parent_process() is not None and label == 4:
+        for number, how in enumerate(DEATHS):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(os.path.join(os.environ["STALLSCOPE_TEST_DEATHS"], str(number)))
+                time.sleep(0.3)  # so that the consumer has seen it alive
+                os.kill(os.getpid(), how)
     return image, label
 
 

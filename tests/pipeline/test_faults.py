@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,17 +19,22 @@ import numpy as np
 import pytest
 
 from datasets.errors import DatasetChanged, DatasetCorrupt, DatasetTruncated
-from pipeline import Feed, crew
+from pipeline import Feed, autopsy
 from pipeline.crew import FeedError
 from pipeline.process import Process
 from pipeline.ring import Ring, State
 from pipeline.shared import RingError
 from pipeline.spec import FeedSpec, TransformSpec
+from profiler import osread, report, store
+from profiler.findings import lost_figures
+from profiler.recorder import Recorder
+from tests.pipeline import functions
 from tests.pipeline.build import photos, picture, raw, write_lmdb
 from tests.pipeline.faults import Saboteur, audit
 from tests.pipeline.limited import memory_limit
 from tests.pipeline.test_crew import both, deliver, engine
 
+FUNCTIONS = "tests.pipeline.functions"
 CROPS = "tests/data/db/crops96_raw_40x48_lmdb"
 SPEC = FeedSpec(
     CROPS, 7, shuffle="full", seed=9, tail="partial", depth=4, stop_step=28, fingerprints="step", poison=True,
@@ -174,17 +180,83 @@ def test_an_image_of_a_list_that_is_cut_exchanged_or_gone(
     ],
 )
 def test_what_an_exit_status_stands_for(
-    monkeypatch: pytest.MonkeyPatch, status: str, how: str, kills: tuple[Any, Any], meaning: str | None, hint: str
+    status: str, how: str, kills: tuple[Any, Any], meaning: str | None, hint: str
 ) -> None:
     """Ray calls every one of them 'possibly out of memory'."""
-    made = engine(replace(SPEC, stop_step=1), workers=1, never=(0,))
-    monkeypatch.setattr(crew.osread, "oom_kills", lambda: kills[1])
-    made._crew._oom_kills = kills[0]
-    found = made._crew._meaning(status, how)
-    made.close()
+    group = FakeGroup(kills[0])
+    vitals = autopsy.Vitals(None, autopsy.Kills(group))  # type: ignore[arg-type]
+    group.kills = kills[1]
+    found = vitals.meaning(status, how)
     assert (found or "").startswith(meaning or "")
     assert (found is None) == (meaning is None)
-    assert hint in crew._hint(found or status)
+    assert hint in autopsy.hint(found or status)
+
+
+class FakeGroup:
+    """A control group in which the kernel has killed so many."""
+
+    def __init__(self, kills: int | None) -> None:
+        self.kills = kills
+
+    def oom_kills(self) -> Any:
+        return osread.Missing("") if self.kills is None else self.kills
+
+    def memory(self) -> osread.CgroupMemory:
+        return osread.CgroupMemory(300 << 20, 400 << 20, 100 << 20)
+
+
+def test_each_kill_for_memory_accounts_for_one_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = FakeGroup(5)
+    kills = autopsy.Kills(group)  # type: ignore[arg-type]
+    assert kills.claim() is False
+    group.kills = 7
+    assert [kills.claim(), kills.claim(), kills.claim()] == [True, True, False]
+    group.kills = 8  # of somebody else's process, seen while all workers lived
+    kills.look()
+    now = time.monotonic()
+    monkeypatch.setattr(autopsy.time, "monotonic", lambda: now + 60)
+    assert kills.claim() is False
+    group.kills = None
+    assert kills.claim() is None
+
+
+def test_a_worker_that_dies_is_told_with_its_signal_its_record_and_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case E7, really: SIGBUS, SIGSEGV, SIGKILL."""
+    monkeypatch.setenv("STALLSCOPE_TEST_DEATHS", str(tmp_path))
+    path = write_lmdb(tmp_path / "db", [raw(picture(i, (1, 8, 8)), i) for i in range(12)])
+    spec = FeedSpec(path, 6, stop_step=2, max_restarts=2, transform=TransformSpec(python=f"{FUNCTIONS}:dies_thrice"))
+    with Recorder.open(tmp_path / "run", "trainer", "trainer") as recorder:
+        made = engine(spec, workers=1, recorder=recorder)
+        with pytest.raises(FeedError, match="killed by someone") as caught:
+            made.get(0)
+        made.close()
+    text = str(caught.value)
+    assert "'record': 4, 'key': '00000004_img'" in text
+    assert re.search(r"when last seen it had \d+ MiB resident, \d+ of them its own \(\d+\.\d s before\)", text)
+    run = store.load_run(tmp_path / "run")
+    lost = [note for note in run.notes if note["note"] == "worker_lost"]
+    assert [note["exit"] for note in lost] == [how.name for how in functions.DEATHS]
+    for note, meaning in zip(lost, ("a mapped file shrank or", "a crash in native", "killed by someone"), strict=True):
+        assert str(note["meaning"]).startswith(meaning)
+        assert (note["step"], note["record"], note["key"], note["records"]) == (0, 4, "00000004_img", [0, 5])
+        assert 10 < note["own_mib"] <= note["rss_mib"] < 2000
+        assert note["seen_s_before"] < 5
+    findings = [finding.text for finding in report.build(run).findings if finding.kind == "worker_lost"]
+    assert len(findings) == 3
+    assert (
+        "(died, SIGBUS, a mapped file shrank or is truncated); it was at record 4 (key '00000004_img')" in findings[0]
+    )
+    assert f"{lost[0]['rss_mib']} MiB resident" in findings[0]
+
+
+def test_the_control_group_of_a_lost_worker_is_told() -> None:
+    note = autopsy.Vitals(None, autopsy.Kills(FakeGroup(3))).figures()  # type: ignore[arg-type]
+    assert lost_figures(note) == (
+        "its control group 300 of 400 MiB, 100 of them page cache; processes killed for memory there so far: 3"
+    )
+    assert lost_figures({}) == ""
 
 
 HOG = """
@@ -215,6 +287,8 @@ def test_a_worker_that_the_kernel_killed_for_memory_is_told_as_that(tmp_path: Pa
         assert group.killed() >= 1, done.stdout + done.stderr
     assert "was lost while it made step 0" in done.stdout, done.stderr
     assert "(killed by the kernel: out of memory)" in done.stdout
+    assert "of 600 MiB" in done.stdout, "the limit of its control group"
+    assert re.search(r"killed for memory there so far: [1-9]", done.stdout)
     assert "fewer feed.workers" in done.stdout
 
 

@@ -4,8 +4,10 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import ray_runtime
+from pipeline import ray_head, ray_runtime
 from pipeline.crew import FeedError
 from pipeline.process import Process
 from pipeline.signals import StopRequest
@@ -210,3 +212,34 @@ def test_the_death_of_a_server_of_rays_is_an_error_at_once(monkeypatch: pytest.M
             ray_runtime.check()
         assert "resume" in str(caught.value)
     ray_runtime.check()
+
+
+def test_a_cluster_whose_head_does_not_answer_is_lost_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case E14, for a cluster that was joined and for one that this process was connected to already."""
+    monkeypatch.setattr(ray_head, "EVERY_S", 0.02)
+    monkeypatch.setattr(ray_head, "LOST_S", 0.4)
+    for up in (False, True):
+        fake = use(monkeypatch, FakeRay(up=up))
+        head = socket.create_server(("127.0.0.1", 0))
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        fake.get_runtime_context = lambda at=address: SimpleNamespace(  # type: ignore[attr-defined]
+            gcs_address=at, get_node_id=lambda: "here"
+        )
+        fake.nodes = lambda: [{"NodeID": "here", "RayletSocketName": "/nowhere"}]  # type: ignore[attr-defined]
+        with ray_runtime.running(address=None if up else "auto"):
+            began = time.monotonic()
+            while time.monotonic() < began + 0.6:
+                ray_runtime.check()  # it answers
+                time.sleep(0.05)
+            ray_runtime._ours.head._answered_s -= 100.0  # type: ignore[union-attr]
+            ray_runtime.check()  # as after a pause of this process: nothing was asked, so nothing is lost
+            head.close()
+            while not ray_runtime._ours.head.lost:  # type: ignore[union-attr]
+                assert time.monotonic() < began + 60
+                time.sleep(0.01)
+            with pytest.raises(ray_runtime.RayLost, match=rf"cluster head lost: Ray's head at {address}") as caught:
+                ray_runtime.check()
+            assert "Connection refused" in str(caught.value)
+            assert "resume" in str(caught.value)
+        ray_runtime.check()
+        assert fake.up == up

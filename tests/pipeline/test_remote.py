@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from pipeline import placement, ray_runtime, remote
+from pipeline import elsewhere, placement, ray_runtime, remote
 from pipeline.crew import FeedError
 from pipeline.feed import Feed
 from pipeline.maker import BatchMaker, LocalReader, probe
@@ -81,16 +82,53 @@ def test_what_the_other_node_finds_wrong_is_raised_here(tmp_path: Path) -> None:
 
 def test_remote_workers_that_would_wait_for_ever_are_refused() -> None:
     spec = replace(SPEC, remote_workers=3)
-    placement.check_remote(spec, [1.0, 0.5], 1000, 6000)
+    big = 10**6
+
+    def nodes(*cpus: float, store: int = big) -> list[placement.Node]:
+        return [placement.Node(f"node {i}", count, store) for i, count in enumerate(cpus)]
+
+    placement.check_remote(spec, nodes(1.0, 0.5), 1000, 7500)
     with pytest.raises(FeedError, match=r"(?s)3 x 0.5 CPUs.*2 other nodes with 0.5, 0.6 CPUs.*remote_workers: 2"):
-        placement.check_remote(spec, [0.5, 0.6], 1000, 6000)
+        placement.check_remote(spec, nodes(0.5, 0.6), 1000, big)
     with pytest.raises(FeedError, match=r"(?s)0 other nodes.*--address auto"):
-        placement.check_remote(spec, [], 1000, 6000)
-    with pytest.raises(FeedError, match="3 workers x 2 batches x 1000 bytes = 6000 bytes"):
-        placement.check_remote(spec, [4.0], 1000, 5999)
+        placement.check_remote(spec, [], 1000, big)
+    needed = (
+        r"(?s)store of the trainer's node.*3 workers x 2 batches x 1000 bytes = 6000 bytes, at most 80 % of the store"
+    )
+    with pytest.raises(FeedError, match=needed):
+        placement.check_remote(spec, nodes(4.0), 1000, 7499)
+    placement.check_remote(spec, nodes(1.0, 1.0, store=5000), 1000, big)
+    with pytest.raises(FeedError, match=r"(?s)store of node 0.*2 workers x 2 batches x 1000 bytes = 4000 bytes"):
+        placement.check_remote(spec, nodes(1.0, 1.0, store=4999), 1000, big)
     with pytest.raises(UsageError, match=r"feed.remote_workers needs feed.engine: ray"):
         replace(SPEC, engine="inline")
     assert placement.plan(replace(spec, workers=2), 2, owner=False).cpus == 2 * 0.5 + 3 * 0.1 + 0.25
+
+
+NODES = [
+    {"NodeManagerHostname": f"host{i}", "NodeManagerAddress": f"10.0.0.{i}", "NodeID": f"{i}abcdef0123"} for i in (1, 2)
+]
+
+
+def test_a_node_that_lacks_the_data_set_is_named_before_anything_starts(tmp_path: Path) -> None:
+    """Case E11: data go by their path, on every node."""
+    with open_data(SPEC) as source:
+        spec = replace(SPEC, identity=source.identity())
+
+    def look(*texts: str | None) -> Any:
+        return lambda spec, nodes: list(texts)
+
+    elsewhere.check_data(spec, NODES, look(None, None))
+    with pytest.raises(FeedError, match="1 of the 2 other nodes of the cluster cannot read the data set") as caught:
+        elsewhere.check_data(spec, NODES, look(None, "/data/x is not there"))
+    assert MNIST in str(caught.value)
+    assert "host2 (10.0.0.2, node 2abcdef0): /data/x is not there" in str(caught.value)
+    assert "host1" not in str(caught.value)
+
+    assert elsewhere.look_at_data(spec) is None
+    assert "nothing" in (elsewhere.look_at_data(replace(spec, source=str(tmp_path / "nothing"))) or "")
+    other = replace(spec, source="tests/data/db/crops96_raw_40x48_lmdb")
+    assert (elsewhere.look_at_data(other) or "").startswith("another data set lies there")
 
 
 @pytest.fixture
@@ -110,6 +148,8 @@ def address() -> Iterator[str]:
 @pytest.mark.ray
 @pytest.mark.long
 def test_batches_of_another_node_are_the_same_and_its_loss_loses_nothing(tmp_path: Path, address: str) -> None:
+    from ray._private.internal_api import memory_summary
+
     expected = [step["fill"] for step in golden.hashes(replace(SPEC, engine="inline", remote_workers=0))]
     spec = replace(SPEC, recorder_folder=str(tmp_path), detail="full", workers=1, transform=replace(
         SPEC.transform, python="tests.pipeline.functions:slow"
@@ -134,6 +174,8 @@ def test_batches_of_another_node_are_the_same_and_its_loss_loses_nothing(tmp_pat
                 for maker in makers:
                     os.kill(maker.pid, signal.SIGKILL)
         assert feed.stats()["restarts"] >= 1
+        stores = str(memory_summary(stats_only=True))
+        assert int(re.search(r", (\d+) objects", stores)[1]) <= 4, "case E3: what was copied is given back"  # type: ignore[index]
     assert got == expected
     events = store.load_run(tmp_path).events.to_pylist()
     carried = {row["step"] for row in events if row["stage"] == Stage.TRANSFER and row["actor"] == 1}

@@ -90,3 +90,12 @@ class NextBatch(gpu.PythonDataLayer):
 class Plain(gpu.PythonLayer):
     def forward(self, bottom: Any, top: Any) -> None:
         top[0].data[...] = 1
+
+
+class Somewhere(Noise):
+    """Data that are there on some nodes of a cluster only."""
+
+    def setup(self) -> None:
+        super().setup()
+        if os.environ.get("STALLSCOPE_TEST_NO_DATA"):
+            raise FileNotFoundError("no data on this node")

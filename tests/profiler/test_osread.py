@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from profiler import osread
-from profiler.osread import CgroupMemory, Missing, Pressure, SchedFile, Smaps, Throttling
+from profiler.osread import CgroupMemory, MemoryGroup, Missing, Pressure, SchedFile, Smaps, Throttling
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_control_group_version_2(files: dict[str, str]) -> None:
     assert osread.cgroup_cpus() is None
     assert osread.cgroup_memory() == CgroupMemory(1 << 20, 2 << 20)
     files["/sys/fs/cgroup/memory.events"] = "low 0\nhigh 0\nmax 7\noom 2\noom_kill 3\noom_group_kill 0\n"
-    assert osread.oom_kills() == 3
+    assert MemoryGroup().oom_kills() == 3
 
 
 def test_control_group_version_1(files: dict[str, str]) -> None:
@@ -112,9 +112,11 @@ def test_control_group_version_1(files: dict[str, str]) -> None:
     assert osread.cgroup_cpus() == 0.5
     assert osread.cgroup_memory() == CgroupMemory(4096, None)
     files["/sys/fs/cgroup/memory/memory.oom_control"] = "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"
-    assert osread.oom_kills() == 2
+    assert MemoryGroup().oom_kills() == 2
     files["/sys/fs/cgroup/memory/memory.oom_control"] = "oom_kill_disable 0\nunder_oom 0\n"  # before Linux 4.13
-    assert isinstance(osread.oom_kills(), Missing)
+    assert isinstance(MemoryGroup().oom_kills(), Missing)
+    files["/proc/vmstat"] = "nr_free_pages 5\noom_kill 4\n"
+    assert MemoryGroup().oom_kills() == 4
     files["/sys/fs/cgroup/cpu/cpu.cfs_quota_us"] = "-1\n"
     assert osread.cgroup_cpus() is None
 
@@ -160,9 +162,26 @@ def test_room_under_a_limit_counts_page_cache_as_free(
     assert osread.available_memory() == 0
 
 
+def test_the_memory_group_of_another_process(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked after its end, too: then /proc knows nothing of it any more."""
+    monkeypatch.setattr(Path, "is_dir", lambda path: str(path).startswith("/sys/fs/cgroup/memory/pod"))
+    files["/proc/7/cgroup"] = "4:memory:/pod/worker\n"
+    files["/proc/self/cgroup"] = "4:memory:/pod/trainer\n"
+    folder = "/sys/fs/cgroup/memory/pod/worker"
+    files[f"{folder}/memory.usage_in_bytes"], files[f"{folder}/memory.limit_in_bytes"] = "4096", "8192"
+    files[f"{folder}/memory.stat"] = "cache 9\ntotal_inactive_file 1000\ntotal_active_file 24\n"
+    files[f"{folder}/memory.oom_control"] = "oom_kill 5\n"
+    group = MemoryGroup(7)
+    del files["/proc/7/cgroup"]
+    assert group.memory() == CgroupMemory(4096, 8192, 1024)
+    assert group.oom_kills() == 5
+    assert isinstance(MemoryGroup().memory(), Missing)
+
+
 def test_nothing_readable_gives_reasons_and_no_zeros(files: dict[str, str]) -> None:
     readings = [
-        osread.cgroup_throttling(), osread.cgroup_memory(), osread.cgroup_cpus(), osread.smaps(), osread.oom_kills(),
+        osread.cgroup_throttling(), osread.cgroup_memory(), osread.cgroup_cpus(), osread.smaps(),
+        MemoryGroup().oom_kills(),
     ]  # fmt: skip
     assert all(isinstance(reading, Missing) and reading.reason for reading in readings)
     assert osread.boot_id().startswith("host-")
