@@ -70,64 +70,50 @@ class Native:
     """
 
     def __init__(self, address: int, parameters: Sequence[str | Sequence[str]], result: Sequence[str]) -> None:
+        tuples = [-1 if isinstance(names, str) else len(names) for names in parameters]
+        self._tuples = tuples if max(tuples, default=-1) >= 0 else None  # the length of each, -1 for what is none
         flat = [name for names in parameters for name in ([names] if isinstance(names, str) else names)]
         kinds = [ctypes.py_object if name == "array" else NUMBERS[name][1] for name in flat]
         # A call lets go of the interpreter's lock.
-        entry = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, *kinds, ctypes.c_void_p)(address)
-        self._call = _caller(entry, parameters, result)
+        self._call = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, *kinds, ctypes.c_void_p)(address)
+        self._count = len(parameters)
+        self._numbers = [
+            (place, NUMBERS[name][0], NUMBERS[name][3]) for place, name in enumerate(flat) if name != "array"
+        ]
+        self._single = len(result) == 1
+        self._result: Any = None
+        if result:
+            self._result = RESULTS[result[0]] * len(result)
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
-        return self._call(args)
-
-
-def _caller(entry: Any, parameters: Sequence[str | Sequence[str]], result: Sequence[str]) -> Callable[[Any], Any]:
-    """What calls an entry: Python made for this signature, since a loop over kinds would take longer than most kernels.
-
-    It compares the kinds of numbers and the lengths of tuples; the entry itself compares those of arrays.
-    """
-    names: list[str] = []
-    lines = [f"if len(args) != {len(parameters)}: return MISS"]
-    places = [f"p{place}" for place in range(len(parameters))]
-    if places:
-        lines.append(f"{', '.join(places)}, = args")
-    for place, kinds in zip(places, parameters, strict=True):
-        if isinstance(kinds, str):
-            parts = [(place, kinds)]
+        if len(args) != self._count:
+            return MISS
+        given: list[Any] = []
+        if self._tuples is None:
+            given += args
         else:
-            parts = [(f"{place}_{at}", kind) for at, kind in enumerate(kinds)]
-            lines.append(f"if type({place}) is not tuple or len({place}) != {len(kinds)}: return MISS")
-            if parts:
-                lines.append(f"{', '.join(name for name, _ in parts)}, = {place}")
-        for name, kind in parts:
-            names.append(name)
-            if kind != "array":
-                lines += _number_lines(name, kind)
-    given = ", ".join(["ARRAY", *names])
-    if result:
-        lines += ["result = RESULT()", f"if entry({given}, addressof(result)) != 0: return MISS"]
-        lines.append("return result[0]" if len(result) == 1 else "return tuple(result)")
-    else:
-        lines.append(f"return None if entry({given}, None) == 0 else MISS")
-    known = {
-        "MISS": MISS, "ARRAY": _ARRAY, "entry": entry, "addressof": ctypes.addressof,
-        "RESULT": RESULTS[result[0]] * len(result) if result else None,
-    }  # fmt: skip
-    for kind, (types, _, _, number) in NUMBERS.items():
-        known |= {f"{kind}_types": types, f"{kind}_number": number}
-    exec("def call(args):\n    " + "\n    ".join(lines), known)  # of nothing but names and counts
-    call: Callable[[Any], Any] = known["call"]
-    return call
-
-
-def _number_lines(name: str, kind: str) -> list[str]:
-    if kind == "int64":  # nearly all numbers are: for those of Python there is no call
-        return [
-            f"if type({name}) is not int:",
-            f"    if type({name}) not in int64_types: return MISS",
-            f"    {name} = int({name})",
-            f"elif not {_LOWEST} <= {name} <= {_HIGHEST}: return MISS",
-        ]
-    return [f"if type({name}) not in {kind}_types: return MISS", f"{name} = {kind}_number({name})"]
+            for value, size in zip(args, self._tuples, strict=True):
+                if size < 0:
+                    given.append(value)
+                elif type(value) is tuple and len(value) == size:
+                    given += value
+                else:
+                    return MISS
+        for place, types, number in self._numbers:
+            value = given[place]
+            kind = type(value)
+            if kind not in types:
+                return MISS
+            if kind is not int:
+                given[place] = number(value)
+            elif not _LOWEST <= value <= _HIGHEST:
+                return MISS
+        if self._result is None:
+            return None if self._call(_ARRAY, *given, None) == 0 else MISS
+        result = self._result()
+        if self._call(_ARRAY, *given, ctypes.addressof(result)) != 0:
+            return MISS
+        return result[0] if self._single else tuple(result)
 
 
 def usable() -> bool:

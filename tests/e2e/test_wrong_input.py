@@ -64,7 +64,7 @@ def _check(*arguments: str | Path, cwd: Path, says: list[str], train: Callable[.
         ([EXAMPLE, "--feed.workers"], ["--feed.workers", "expected one argument"]),
         ([EXAMPLE, "--trainers=2"], ["not supported in this version: trainers: 2"]),
         (
-            [EXAMPLE, "--data.order.emit=arrival", "--device.deterministic=true"],
+            [EXAMPLE, "--feed.threads=1", "--data.order.emit=arrival", "--device.deterministic=true"],
             ["data.order.emit: arrival and device.deterministic: true exclude each other"],
         ),
         ([EXAMPLE, "--data.train.backend=leveldb"], ["LMDB", "LEVELDB"]),
