@@ -247,12 +247,16 @@ class Job:
         from gpu.backend import select_backend
         from gpu.cudnn import algorithms
         from gpu.device import open_device
+        from gpu.doctor import about, text_of
 
         began_ns = time.monotonic_ns()
         config, stack = self.config, self._stack
         self._open_recorder()
         device = config.device
         backend = select_backend(device.backend, deterministic=device.deterministic, cudnn=device.cudnn)
+        chosen = about(backend)
+        if chosen["device"] is not None:
+            _log.info("device %s", text_of(chosen["device"]))
         nominal = {"step_ms": device.step_ms, "h2d_gbps": device.h2d_gbps, "h2d_delay_ms": device.h2d_delay_ms}
         emulated = nominal if backend.name == "emulated" else {}
         self.device = stack.enter_context(
@@ -290,12 +294,7 @@ class Job:
             store.update_manifest(
                 self.folder,
                 data=self.identities,
-                backend={
-                    "name": backend.name,
-                    "reason": backend.reason,
-                    "deterministic": backend.deterministic,
-                    "algorithms": {} if config.only_feeds else algorithms(self.solver.net),
-                },
+                backend=chosen | {"algorithms": {} if config.only_feeds else algorithms(self.solver.net)},
             )
 
     def _open_recorder(self) -> None:

@@ -8,7 +8,10 @@ Each thread makes batch after batch in memory of its own. One line of JSON: samp
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import mmap
+import os
 import sys
 import threading
 import time
@@ -58,19 +61,23 @@ def ways_raw(case: Case, records: reading.Records) -> dict[str, Callable[[int], 
     size, count = (case.data.height, case.data.width), len(records)
     nbytes = 3 * case.crop * case.crop
 
-    def crops(shuffle: bool) -> Callable[[int], Step]:
+    def crops(shuffle: bool, shared: int = 0) -> Callable[[int], Step]:
         def make(seed: int) -> Step:
             samples, labels = reading.empty(case)
-            samples.fill(0)
+            slots = _slots(samples, shared) if shared else [samples]
+            turn = itertools.count()
+            for slot in slots:
+                slot.fill(0)
             next_numbers = _numbers(count, case.batch, seed, shuffle)
             state = np.array([seed + 88172645463325252], np.uint64)
 
             def step() -> None:
-                kernels.crop_batch(pixels, labels_at, next_numbers(), *size, state, mean, samples, labels)
+                into = slots[next(turn) % len(slots)]
+                kernels.crop_batch(pixels, labels_at, next_numbers(), *size, state, mean, into, labels)
 
             step()
             checked = Check(case)
-            checked.batch(samples, labels)
+            checked.batch(slots[0], labels)
             return step
 
         return make
@@ -80,7 +87,20 @@ def ways_raw(case: Case, records: reading.Records) -> dict[str, Callable[[int], 
         kernels.copy_batch(pixels, next_numbers(), nbytes, out)
         return lambda: kernels.copy_batch(pixels, next_numbers(), nbytes, out)
 
-    return {"random order": crops(True), "sequential order": crops(False), "memcpy of as many bytes": copies}
+    return {
+        "random order": crops(True), "sequential order": crops(False), "memcpy of as many bytes": copies,
+        "random order, into shared memory": crops(True, 1), "random order, into a ring of 6": crops(True, 6),
+    }  # fmt: skip
+
+
+def _slots(like: Any, count: int) -> list[Any]:
+    """Arrays in a memfd, as a feed's slots are: the system has small pages there, where NumPy's own memory has large
+    ones."""
+    memory = os.memfd_create("limit")
+    os.ftruncate(memory, count * like.nbytes)
+    whole = np.frombuffer(mmap.mmap(memory, count * like.nbytes), like.dtype)
+    os.close(memory)
+    return list(whole.reshape(count, *like.shape))
 
 
 def ways_encoded(case: Case, records: reading.Records) -> dict[str, Callable[[int], Step]]:

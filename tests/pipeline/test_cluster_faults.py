@@ -97,13 +97,14 @@ def workers(cluster: Any) -> list[Process]:
     return found
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_job_whose_cluster_loses_its_head_fails_in_time_with_its_last_snapshot(
-    job: subprocess.Popen[str], cluster: Any
+    job: subprocess.Popen[str], cluster: Any, how: signal.Signals
 ) -> None:
     """Ray would end it after 60 s, without a word to anybody."""
     making = workers(cluster)
     (gcs,) = cluster.head_node.all_processes["gcs_server"]
-    gcs.process.kill()
+    gcs.process.send_signal(how)
     said, errors = job.communicate(timeout=240)
     assert "cluster head lost" in errors, (said, errors)
     assert job.returncode == 2, "in time: Ray's own end of it would have been 1"

@@ -243,3 +243,39 @@ def test_a_cluster_whose_head_does_not_answer_is_lost_in_time(monkeypatch: pytes
             assert "resume" in str(caught.value)
         ray_runtime.check()
         assert fake.up == up
+
+
+def test_a_head_that_takes_connections_and_answers_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was told to end and hangs in it. What it never answered is no sign."""
+    monkeypatch.setattr(ray_head, "EVERY_S", 0.02)
+    monkeypatch.setattr(ray_head, "LOST_S", 0.4)
+    asked: list[int] = []
+    hangs: list[int] = []
+
+    def ask() -> None:
+        asked.append(1)
+        if hangs:
+            raise RuntimeError("deadline exceeded")
+
+    def refuse() -> None:
+        raise RuntimeError("no rights")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        head, other = ray_head.HeadWatch(address, ask), ray_head.HeadWatch(address, refuse)
+        try:
+            until = time.monotonic() + 0.6
+            while time.monotonic() < until:
+                assert not head.lost
+                time.sleep(0.05)
+            assert asked
+            hangs.append(1)
+            until = time.monotonic() + 60
+            while not head.lost:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            assert head.why == "it takes connections and answers nothing (RuntimeError)"
+            assert not other.lost
+        finally:
+            head.close()
+            other.close()
