@@ -21,6 +21,13 @@ SOURCE = "tests/data/db/crops96_raw_40x48_lmdb"
 OPTIONS: dict[str, Any] = {"batch": 7, "shuffle": True, "seed": 3, "crop": 24, "mirror": True, "fingerprints": "step"}
 
 
+@pytest.fixture(autouse=True)
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing comes from storage, whatever else this process has to read meanwhile."""
+    nothing = SimpleNamespace(ru_inblock=0, ru_majflt=0)
+    monkeypatch.setattr(warm_map, "resource", SimpleNamespace(getrusage=lambda _: nothing))
+
+
 @pytest.fixture
 def mapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Bytes that were mapped, of each batch that is made."""
