@@ -124,7 +124,8 @@ def probe_cupy() -> CupyProbe:
         cupy = importlib.import_module("cupy")
     except ModuleNotFoundError as error:
         if error.name == "cupy" and not installed:
-            return CupyProbe("not_installed", problem="not installed", error=error)
+            hint = "in the checkout: pip install '.[gpu]'"
+            return CupyProbe("not_installed", problem="not installed", hint=hint, error=error)
         return _failed(error, "cannot be imported")
     except Exception as error:  # a damaged wheel raises whatever it likes
         return _failed(error, "cannot be imported")

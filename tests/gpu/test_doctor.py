@@ -62,7 +62,7 @@ def test_a_machine_with_gpus(install: Any, capsys: pytest.CaptureFixture[str], m
     ("found", "distributions", "problem"),
     [
         (gpu(), ["cupy-cuda12x 13.6.0", "cupy-cuda13x 14.0.0"], "2 cupy distributions are installed over each other"),
-        (ModuleNotFoundError("No module named 'cupy'", name="cupy"), [], "not installed"),
+        (ModuleNotFoundError("No module named 'cupy'", name="cupy"), [], "not installed; in the checkout: pip install"),
         (fake_cupy(0), None, "0 devices"),
         (fake_cupy(arange=lambda n: np.zeros(n)), None, "first kernel gave 5 instead of 15"),
         (fake_cupy(FakeCudaError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")), None, "too old"),
